@@ -1,0 +1,76 @@
+"""A forward as files: the source of one forward pass plus `knobs.json`. Its id is the SHA-256 over both."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from tideforge.errors import CandidateError
+
+ENTRY = "forward.py"
+KNOBS = "knobs.json"
+MAX_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """`files` maps relative POSIX names to text, `knobs.json` included when there are knobs."""
+
+    files: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        if ENTRY not in self.files:
+            raise CandidateError("refused", f"{ENTRY} is missing: a forward defines build(ctx) in {ENTRY}")
+        for name in self.files:
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts or path.suffix not in (".py", ".json") or not name.isprintable():
+                raise CandidateError("refused", f"{name!r}: only relative .py and .json files belong to a forward")
+        if sum(len(text.encode()) for text in self.files.values()) > MAX_BYTES:
+            raise CandidateError("refused", f"a forward is at most {MAX_BYTES} bytes of source")
+
+    @property
+    def id(self) -> str:
+        """SHA-256, hex, over every file's name and bytes, length-prefixed so that no two bundles collide."""
+        digest = hashlib.sha256()
+        for name in sorted(self.files):
+            for part in (name.encode(), self.files[name].encode()):
+                digest.update(len(part).to_bytes(8, "little") + part)
+        return digest.hexdigest()
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """Engine settings that this forward was measured with (threads, dtype, batch limits)."""
+        return dict(json.loads(self.files.get(KNOBS, "{}")))
+
+    def with_file(self, name: str, text: str) -> Forward:
+        return Forward({**self.files, name: text})
+
+    @classmethod
+    def load(cls, folder: Path) -> Forward:
+        paths = sorted(p for p in folder.rglob("*") if p.suffix in (".py", ".json") and "__pycache__" not in p.parts)
+        return cls({p.relative_to(folder).as_posix(): p.read_text() for p in paths})
+
+    def save(self, root: Path) -> Path:
+        """Writes the files under `root/<id>/` (Triton needs real files) and returns that folder. Atomic."""
+        target = root / self.id
+        if target.exists():
+            return target
+        root.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=root))
+        staging.chmod(0o755)
+        for name, text in self.files.items():
+            (staging / name).parent.mkdir(parents=True, exist_ok=True)
+            (staging / name).write_text(text)
+        try:
+            os.rename(staging, target)
+        except OSError:  # another process saved the same bytes first
+            import shutil
+
+            shutil.rmtree(staging, ignore_errors=True)
+        return target

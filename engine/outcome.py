@@ -1,0 +1,86 @@
+"""What can become of a candidate, and the record of one trial. Plain records: no torch, no pydantic."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+
+class Outcome(StrEnum):
+    """Closed. Derived from what was observed (exit, signal, deadline, comparison), never from what a candidate says."""
+
+    PASSED = "passed"
+    REFUSED = "refused"  # bad bundle: a missing forward.py, a path outside the folder, knobs that may not change
+    SYNTAX_ERROR = "syntax_error"
+    IMPORT_ERROR = "import_error"
+    BUILD_ERROR = "build_error"
+    FORWARD_ERROR = "forward_error"
+    NOT_FINITE = "not_finite"
+    WRONG = "wrong"  # an emitted token's reference logit lies below the derived bound
+    NOT_RUN = "not_run"  # logits were left untouched
+    HUNG = "hung"
+    CRASHED = "crashed"  # died of a signal
+    EXITED = "exited"  # left by itself
+    OUT_OF_MEMORY = "out_of_memory"
+    WEIGHTS_WRITTEN = "weights_written"
+    TOO_FAST = "too_fast"  # faster than the floor: an error, not a win
+    CANCELLED = "cancelled"  # the search ended first
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What a passed trial measured. Ratios are candidate / incumbent in output tokens/s, paired and interleaved."""
+
+    ratio: float
+    ci_low: float
+    ci_high: float
+    pairs: int
+    candidate_tps: float  # output tokens/s, median of the blocks
+    incumbent_tps: float
+    ttft_ms: float  # median over the requests of the candidate's blocks
+    tps_per_user_p50: float
+    tps_per_user_p90: float  # 1 / P90 of latency per output token
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One evaluation of one candidate on one tier."""
+
+    id: str
+    forward: str  # SHA-256 of the forward, hex
+    tier: str
+    submitter: str
+    submitted_at: float  # seconds since the epoch
+    outcome: Outcome | None = None  # None while queued or running
+    message: str = ""
+    figures: Figures | None = None
+    stage_s: float = 0.0
+    check_s: float = 0.0
+    clock_s: float = 0.0
+    finished_at: float | None = None
+    environment: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.figures is not None) != (self.outcome is Outcome.PASSED):
+            raise ValueError("a trial has figures exactly when it passed")
+
+    @property
+    def done(self) -> bool:
+        return self.outcome is not None
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Trial:
+        raw = json.loads(text)
+        raw["outcome"] = Outcome(raw["outcome"]) if raw["outcome"] else None
+        raw["figures"] = Figures(**raw["figures"]) if raw["figures"] else None
+        return cls(**raw)
+
+    @classmethod
+    def read(cls, path: Path) -> Trial:
+        return cls.from_json(path.read_text())

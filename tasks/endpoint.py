@@ -1,0 +1,114 @@
+"""The endpoint file: what is kept fast, on what, for which objective, within which budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tideforge.errors import UserError
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Hardware(Strict):
+    name: str = Field(description="a name in data/hardware.json, e.g. cpu, h200-sxm")
+    gpus: int = Field(default=1, ge=1, description="accelerators, all nodes together")
+    nodes: int = Field(default=1, ge=1)
+
+
+class Traffic(Strict):
+    logs: list[str] = Field(default_factory=list, description="files, folders or globs of finished requests")
+    keep_text: bool = Field(default=False, description="keep prompts and answers in the server's own log")
+
+
+class WorkloadSpec(Strict):
+    """How the profile is scaled down to what a trial can replay."""
+
+    users: int = Field(default=16, ge=1)
+    prompt_tokens: tuple[int, int] = (16, 32)
+    output_tokens: int = Field(default=48, ge=2, description="of a held-out request")
+    search_output_tokens: int = Field(default=8, ge=2, description="of a request in a search trial")
+    seed: int = 0
+
+
+class Budget(Strict):
+    """Seconds of wall time a stage may take; pairs of A/B blocks a measurement takes."""
+
+    search_s: float = Field(default=240, gt=0)
+    trial_s: float = Field(default=60, gt=0, description="most that one trial may take")
+    verify_s: float = Field(default=180, gt=0)
+    search_pairs: int = Field(default=2, ge=2)
+    held_out_pairs: int = Field(default=8, ge=2)
+    dollars: float = Field(default=5.0, ge=0, description="most that llm agents may spend a night")
+    tokens: int = Field(default=2_000_000, ge=0)
+
+
+class AgentSpec(Strict):
+    kind: Literal["offline", "llm", "command"] = "offline"
+    name: str = "offline"
+    seed: int = 0
+    provider: Literal["openai", "anthropic"] = "openai"
+    model: str = ""
+    base_url: str | None = None
+    api_key_env: str = "OPENAI_API_KEY"
+    dollars_per_million_input: float = 0.0
+    dollars_per_million_output: float = 0.0
+    command: list[str] = Field(default_factory=list)
+
+
+class Objective(Strict):
+    maximize: Literal["output_tps", "tps_per_user_p90", "ttft", "cost"] = "output_tps"
+    ttft_p90_ms: float | None = None
+    tpot_p90_ms: float | None = None
+
+
+class Drift(Strict):
+    threshold: float = Field(default=0.2, gt=0, description="relative shift that is worth a recompile")
+    min_requests: int = Field(default=200, ge=1)
+    window_hours: float = Field(default=1.0, gt=0)
+    cooldown_hours: float = Field(default=12.0, ge=0)
+
+
+class Endpoint(Strict):
+    """One YAML file. Relative paths are relative to the folder the command runs in."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
+    model: Path = Field(description="folder with config.json, *.safetensors and tokenizer.json")
+    forward: Path | None = Field(default=None, description="folder of the first incumbent; by architecture if absent")
+    launch: str = Field(description="server launch command, e.g. 'vllm serve ...' or 'tideforge serve ...'")
+    hardware: Hardware
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    objective: Objective = Objective()
+    traffic: Traffic = Traffic()
+    workload: WorkloadSpec = WorkloadSpec()
+    budget: Budget = Budget()
+    agents: list[AgentSpec] = Field(default_factory=lambda: [AgentSpec(name="offline-1", seed=1)], min_length=1)
+    sandbox: Literal["require", "prefer", "off"] = "prefer"
+    allow_imports: list[str] = Field(default_factory=list)
+    approval_hours: float = Field(default=72, gt=0)
+    drift: Drift = Drift()
+    tracking_uri: str | None = Field(default=None, description="MLflow; sqlite in the state folder if absent")
+    state: Path = Field(default=Path(".tideforge"), description="sockets, archive, logs, releases of this endpoint")
+
+    @classmethod
+    def load(cls, path: Path) -> Endpoint:
+        """Raises UserError naming the file and the first field at fault."""
+        try:
+            raw: Any = yaml.safe_load(path.read_text())
+        except FileNotFoundError:
+            raise UserError(str(path), "does not exist", "give --endpoint an endpoint file (deployments/endpoints/)") from None
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise UserError(str(path), f"cannot be read ({str(error).splitlines()[0]})", "write it as YAML") from None
+        if not isinstance(raw, dict):
+            raise UserError(str(path), "is not a mapping", "see deployments/endpoints/ for an example")
+        try:
+            return cls.model_validate(raw)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(str(part) for part in first["loc"]) or "endpoint"
+            raise UserError(f"{path}: {field}", first["msg"], f"mend the field {field}") from None
