@@ -1,0 +1,61 @@
+"""Files that are either whole or absent: written under a temporary name, then renamed. Hashes of files and values."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tideforge.errors import UserError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def canonical_json(value: Any) -> bytes:
+    """One spelling for a value, so that equal values have equal hashes. NaN is refused: JSON has no word for it."""
+    return (json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n").encode()
+
+
+def sha256_bytes(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def whole(target: Path) -> Iterator[Path]:
+    """Yields a temporary path beside `target` that becomes `target` when the block ends well and vanishes when not.
+
+    A full disk (or quota) becomes a UserError that names the folder.
+    """
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except OSError as error:
+        if error.errno in FULL:
+            raise disk_full(target.parent) from error
+        raise
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+
+
+def write_whole(target: Path, raw: bytes) -> None:
+    with whole(target) as temporary:
+        temporary.write_bytes(raw)
+
+
+def disk_full(folder: Path) -> UserError:
+    return UserError(str(folder), "the disk is full", "free space there or point the endpoint's `state` elsewhere")
