@@ -11,61 +11,14 @@ The returned callable writes fp32 logits [N, V] into `batch.logits`, writes K an
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from tideforge.engine.config import Limits, ModelConfig
 
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """Architecture figures under the names of Hugging Face's config.json."""
-
-    architecture: str
-    vocab_size: int
-    num_hidden_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    eos_token_ids: tuple[int, ...] = ()
-    num_local_experts: int = 0  # 0: dense
-    num_experts_per_tok: int = 0
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
-        heads = raw["num_attention_heads"]
-        eos = raw.get("eos_token_id")
-        rope = raw.get("rope_parameters") or {}
-        return cls(
-            architecture=raw["architectures"][0],
-            vocab_size=raw["vocab_size"],
-            num_hidden_layers=raw["num_hidden_layers"],
-            hidden_size=raw["hidden_size"],
-            intermediate_size=raw["intermediate_size"],
-            num_attention_heads=heads,
-            num_key_value_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-            rms_norm_eps=raw["rms_norm_eps"],
-            rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-            max_position_embeddings=raw["max_position_embeddings"],
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
-            num_local_experts=raw.get("num_local_experts") or 0,
-            num_experts_per_tok=raw.get("num_experts_per_tok") or 0,
-        )
-
-    @classmethod
-    def load(cls, folder: Path) -> ModelConfig:
-        return cls.from_dict(json.loads((folder / "config.json").read_text()))
+__all__ = ["Batch", "Context", "ForwardFn", "KVGroup", "Limits", "ModelConfig"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,15 +35,6 @@ class KVGroup:
     @property
     def num_blocks(self) -> int:
         return self.keys[0].shape[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """Largest batch that a step may carry."""
-
-    max_num_seqs: int = 16
-    max_num_batched_tokens: int = 512
-    max_model_len: int = 2048
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,34 @@
+"""The state folder's events.jsonl: one JSON object a line, appended with single writes. Reports are recomputed from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FILE = "events.jsonl"
+
+
+def log_event(state: Path, event: str, **fields: Any) -> None:
+    """Appends one event with the time in seconds since the epoch."""
+    line = json.dumps({"time": time.time(), "event": event, "pid": os.getpid(), **fields}) + "\n"
+    fd = os.open(state / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(fd, line.encode())
+    finally:
+        os.close(fd)
+
+
+def read_events(state: Path) -> Iterator[dict[str, Any]]:
+    """Yields the events in order; a line torn by a kill is passed over."""
+    path = state / FILE
+    if not path.exists():
+        return
+    for line in path.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue

@@ -1,0 +1,171 @@
+"""The keeper: owns weights and KV memory, runs no candidate code, outlives service, server and workers.
+
+Weights lie in one sealed memory segment: a store from any process is a SIGSEGV there and nobody can lift that. KV arenas
+are segments by name. Both are handed over as file descriptors, so a worker's death changes nothing here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import mmap
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tideforge.engine import memory, protocol
+from tideforge.engine.events import log_event
+from tideforge.errors import ProtocolError, UserError
+
+_NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+
+
+def read_tensors(folder: Path) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Yields (name, safetensors dtype, array) of every float tensor; BF16 comes as its bits in uint16.
+
+    Format: 8 bytes header length, JSON header with data_offsets, then the data (safetensors' own documentation).
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(str(folder), "holds no *.safetensors", "give a model folder with config.json and its weights")
+    for path in files:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        for name, entry in header.items():
+            if name == "__metadata__" or entry["dtype"] not in _NUMPY:
+                continue
+            begin, _ = entry["data_offsets"]
+            shape = entry["shape"]
+            count = int(np.prod(shape, dtype=np.int64))
+            yield name, entry["dtype"], np.frombuffer(data, _NUMPY[entry["dtype"]], count, 8 + size + begin).reshape(shape)
+
+
+def convert(array: np.ndarray, stored: str, wanted: str) -> np.ndarray:
+    """To `wanted` (float32, float16, or bfloat16 as uint16 bits, rounded to nearest even)."""
+    if stored == "BF16":
+        if wanted == "bfloat16":
+            return array
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    if wanted == "bfloat16":
+        bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return array.astype(wanted)
+
+
+class Keeper:
+    """Holds the segments. Thread-safe: one lock around the arenas."""
+
+    def __init__(self, model: Path, dtype: str) -> None:
+        self.model, self.dtype, self.started = model, dtype, time.time()
+        self.arenas: dict[str, tuple[int, int]] = {}
+        self._lock = threading.Lock()
+        self.loads = 0
+        self._load()
+
+    def _load(self) -> None:
+        tensors = list(read_tensors(self.model))
+        self.entries: list[memory.TensorEntry] = []
+        offset = 0
+        for name, _, array in tensors:
+            size = array.size * memory.ITEM_BYTES[self.dtype]
+            self.entries.append(memory.TensorEntry(name, array.shape, offset, size))
+            offset += -(-size // memory.ALIGN) * memory.ALIGN
+        self.size = offset
+        self.weights_fd = memory.create_segment("tideforge-weights", self.size)
+        digest = hashlib.sha256()
+        with mmap.mmap(self.weights_fd, self.size) as target:
+            for entry, (_, stored, array) in zip(self.entries, tensors, strict=True):
+                data = convert(array, stored, self.dtype).tobytes()
+                target[entry.offset : entry.offset + entry.bytes] = data
+                digest.update(f"{entry.name} {entry.shape} {self.dtype}\n".encode() + data)
+        memory.seal(self.weights_fd)
+        self.sha256 = digest.hexdigest()
+        self.loads += 1
+
+    def answer(self, header: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+        """One request -> (answer, descriptors to hand over)."""
+        kind = header["type"]
+        if kind == "weights":
+            entries = [[e.name, list(e.shape), e.offset, e.bytes] for e in self.entries]
+            return {**self.status(), "type": "weights", "entries": entries}, [self.weights_fd]
+        if kind == "arena":
+            return {"type": "arena"}, [self.arena(str(header["name"]), int(header["bytes"]))]
+        if kind == "drop":
+            self.drop(str(header["name"]))
+            return {"type": "dropped"}, []
+        if kind == "status":
+            return {**self.status(), "type": "status"}, []
+        raise ProtocolError(f"the keeper does not know {kind!r}")
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "pid": os.getpid(), "model": str(self.model), "dtype": self.dtype, "sha256": self.sha256, "bytes": self.size,
+            "loads": self.loads, "started": self.started, "arenas": {n: size for n, (_, size) in self.arenas.items()},
+        }  # fmt: skip
+
+    def arena(self, name: str, size: int) -> int:
+        """The segment of that name; made anew when the size differs (holders of the old one keep theirs)."""
+        with self._lock:
+            if name in self.arenas and self.arenas[name][1] != size:
+                os.close(self.arenas.pop(name)[0])
+            if name not in self.arenas:
+                self.arenas[name] = (memory.create_segment(f"tideforge-{name}", size), size)
+            return self.arenas[name][0]
+
+    def drop(self, name: str) -> None:
+        with self._lock:
+            if name in self.arenas:
+                os.close(self.arenas.pop(name)[0])
+
+
+def serve(keeper: Keeper, listener: socket.socket) -> None:
+    """Answers each connection in a thread of its own, until the process is told to end."""
+
+    def handle(connection: socket.socket) -> None:
+        with connection:
+            while True:
+                try:
+                    request = protocol.recv(connection)
+                    answer, fds = keeper.answer(request.header)
+                except (ProtocolError, KeyError, OSError) as error:
+                    if not isinstance(error, ProtocolError) or "does not know" in str(error):
+                        protocol.send(connection, {"type": "error", "message": str(error)})
+                        continue
+                    return  # the peer went away or talks nonsense: its connection ends, nothing else does
+                protocol.send(connection, answer, fds=fds)
+
+    while True:
+        connection, _ = listener.accept()
+        threading.Thread(target=handle, args=(connection,), daemon=True).start()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="hold weights and KV memory for an endpoint")
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--dtype", choices=sorted(memory.ITEM_BYTES), required=True)
+    parser.add_argument("--state", type=Path, required=True)
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    keeper = Keeper(args.model, args.dtype)
+    log_event(args.state, "weight_load", model=str(args.model), sha256=keeper.sha256, bytes=keeper.size)
+    path = args.state / "keeper.sock"
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        os.chmod(path, 0o600)
+        listener.listen(16)
+        serve(keeper, listener)
+
+
+if __name__ == "__main__":
+    main()

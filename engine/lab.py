@@ -1,0 +1,183 @@
+"""A lab: how an authority (service, verifier, HTTP server) gets memory, workers, the reference and the clock.
+
+It runs no candidate code and imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tideforge.engine import protocol
+from tideforge.engine.config import ModelConfig, Settings
+from tideforge.engine.events import log_event
+from tideforge.engine.executor import RemoteExecutor
+from tideforge.engine.forward import Forward
+from tideforge.engine.memory import Arena
+from tideforge.errors import ProtocolError, UserError
+
+START_TIMEOUT_S = 120.0
+
+
+class Lab:
+    """Everything that one authority uses of an endpoint's state folder. Close it to end its workers."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.config = ModelConfig.load(settings.model)
+        self.layout = settings.arena_layout(self.config)
+        settings.state.mkdir(parents=True, exist_ok=True)
+        self._keeper: socket.socket | None = None
+        self._weights: protocol.Message | None = None
+        self._workers: list[RemoteExecutor] = []
+        # Workers die with the thread that spawned them, so one long-lived thread spawns them all.
+        self._spawner = ThreadPoolExecutor(1, thread_name_prefix="spawner")
+
+    @property
+    def weights_sha256(self) -> str:
+        return str(self._ask_weights().header["sha256"])
+
+    def _keeper_socket(self) -> socket.socket:
+        if self._keeper is None:
+            self._keeper = connect_keeper(self.settings)
+        return self._keeper
+
+    def _ask_weights(self) -> protocol.Message:
+        if self._weights is None:
+            self._weights = protocol.call(self._keeper_socket(), {"type": "weights"}, START_TIMEOUT_S)
+        return self._weights
+
+    def arena(self, name: str) -> Arena:
+        """The named KV arena and logits buffer, owned by the keeper."""
+        request = {"type": "arena", "name": name, "bytes": self.layout.bytes}
+        return Arena(self.layout, protocol.call(self._keeper_socket(), request, START_TIMEOUT_S).fds[0])
+
+    def spare(self, arena: Arena) -> RemoteExecutor:
+        """A worker with torch imported and memory mapped, waiting for a forward."""
+        worker = self._spawner.submit(self._spawn, arena).result()
+        self._workers.append(worker)
+        log_event(self.settings.state, "worker_start", worker=worker.pid)
+        return worker
+
+    def _spawn(self, arena: Arena) -> RemoteExecutor:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        logs = self.settings.state / "logs"
+        logs.mkdir(exist_ok=True)
+        with theirs, (logs / "workers.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tideforge.engine.worker", "--fd", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True, env=worker_environment(self.settings.threads),
+            )  # fmt: skip
+        worker = RemoteExecutor(process, ours, arena)
+        weights = self._ask_weights()
+        header = {
+            "type": "attach", "model": str(self.settings.model.resolve()), "dtype": self.settings.dtype, "threads": self.settings.threads,
+            "cpus": list(self.settings.worker_cpus), "layout": self.layout.to_dict(), "limits": vars(self.settings.limits),
+            "entries": weights.header["entries"], "bytes": weights.header["bytes"],
+        }  # fmt: skip
+        protocol.send(ours, header, fds=[weights.fds[0], arena.fd])
+        return worker
+
+    def wait_ready(self, worker: RemoteExecutor, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Blocks until a spare is attached; idempotent."""
+        if not worker.ready:
+            worker.expect_ready(timeout_s)
+
+    def spawn(self, forward: Forward, arena: Arena, layers: range | None = None, timeout_s: float = 60) -> RemoteExecutor:
+        """A fresh worker that runs `forward`. Raises CandidateError with the outcome when it does not get that far."""
+        worker = self.spare(arena)
+        self.stage(worker, forward, layers, timeout_s)
+        return worker
+
+    def stage(self, worker: RemoteExecutor, forward: Forward, layers: range | None = None, timeout_s: float = 60) -> float:
+        """Gives a spare its forward; seconds that import and build took in the worker."""
+        self.wait_ready(worker)
+        folder = forward.save(self.settings.state / "forwards")
+        return worker.stage(folder.resolve(), layers or range(self.config.num_hidden_layers), timeout_s)
+
+    def release(self, worker: RemoteExecutor) -> None:
+        worker.close()
+        self._workers.remove(worker)
+
+    @contextlib.contextmanager
+    def clock(self) -> Iterator[None]:
+        """Exclusive among all processes of this endpoint: only one measures, and nothing compiles meanwhile."""
+        with (self.settings.state / "clock.lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def close(self) -> None:
+        for worker in list(self._workers):
+            self.release(worker)
+        self._spawner.shutdown()
+        if self._keeper is not None:
+            self._keeper.close()
+
+
+def worker_environment(threads: int) -> dict[str, str]:
+    """What a worker may see of the environment: no keys, no addresses."""
+    kept = {k: v for k, v in os.environ.items() if k in ("PATH", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_VISIBLE_DEVICES")}
+    kept |= {k: v for k, v in os.environ.items() if k.startswith("OPENBLAS_")}
+    count = str(threads)
+    return {**kept, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "PYTHONUNBUFFERED": "1", "HOME": "/nonexistent"}
+
+
+def connect_keeper(settings: Settings) -> socket.socket:
+    """A connection to the endpoint's keeper, which is started when none runs. It must hold this model at this precision."""
+    path = settings.state / "keeper.sock"
+    with (settings.state / "keeper.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        sock = _connect(path) or _start_keeper(settings, path)
+    status = protocol.call(sock, {"type": "status"}, START_TIMEOUT_S).header
+    held = (Path(status["model"]), status["dtype"])
+    if held != (settings.model.resolve(), settings.dtype):
+        raise UserError(str(path), f"its keeper holds {held[0]} as {held[1]}", "use another state folder, or stop it first")
+    return sock
+
+
+def _connect(path: Path) -> socket.socket | None:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.connect(str(path))
+    except (FileNotFoundError, ConnectionRefusedError):
+        sock.close()
+        return None
+    return sock
+
+
+def _start_keeper(settings: Settings, path: Path) -> socket.socket:
+    logs = settings.state / "logs"
+    logs.mkdir(exist_ok=True)
+    command = [
+        sys.executable, "-m", "tideforge.engine.keeper", "--model", str(settings.model.resolve()),
+        "--dtype", settings.dtype, "--state", str(settings.state.resolve()),
+    ]  # fmt: skip
+    with (logs / "keeper.log").open("ab") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise ProtocolError(f"the keeper ended with code {process.returncode}; see {logs / 'keeper.log'}")
+        if (sock := _connect(path)) is not None:
+            return sock
+        time.sleep(0.05)
+    raise ProtocolError(f"the keeper was not ready within {START_TIMEOUT_S:g} s; see {logs / 'keeper.log'}")
+
+
+def keeper_status(state: Path) -> dict[str, Any] | None:
+    """What the running keeper says of itself, or None when none runs."""
+    sock = _connect(state / "keeper.sock")
+    if sock is None:
+        return None
+    with sock:
+        return protocol.call(sock, {"type": "status"}, 10).header
