@@ -46,6 +46,10 @@ class Lab:
     def weights_sha256(self) -> str:
         return str(self._ask_weights().header["sha256"])
 
+    @property
+    def weights_bytes(self) -> int:
+        return int(self._ask_weights().header["bytes"])
+
     def _keeper_socket(self) -> socket.socket:
         if self._keeper is None:
             self._keeper = connect_keeper(self.settings)

@@ -1,0 +1,40 @@
+# make demo [APPROVE=yes]   the whole night on this machine
+# make test                 fast checks: lint, types, tests           make test-all   adds browser and killed nights
+# make up / make down       start / end the servers of the demo       make demo-drift  shifted traffic, and what follows
+SHELL := /bin/bash
+PY := .venv/bin/python
+TIDEFORGE := $(PY) -m tideforge.flows.cli
+APPROVE ?= no
+export DO_NOT_TRACK := true
+export PREFECT_SERVER_ANALYTICS_ENABLED := false
+export MLFLOW_DISABLE_TELEMETRY := true
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: setup demo demo-drift up down test test-all lint
+
+setup:
+	@deployments/setup.sh
+
+demo: setup
+	@$(TIDEFORGE) demo --approve $(APPROVE)
+
+demo-drift: setup
+	@$(TIDEFORGE) demo-drift --approve $(APPROVE)
+
+up: setup
+	@$(TIDEFORGE) up
+
+down: setup
+	@$(TIDEFORGE) down
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+test: lint
+	$(PY) -m pytest -m "not slow"
+
+test-all: test
+	$(PY) -m pytest -m slow --timeout 900

@@ -1,0 +1,61 @@
+"""Is an answer right? Each emitted token's reference logit, teacher-forced on the candidate's own chain, must lie within
+the derived bound of the reference's maximum. Token-for-token equality is not asked: reduction order may differ."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tideforge.engine.measure import Answer
+from tideforge.errors import CandidateError
+
+if TYPE_CHECKING:
+    from tideforge.engine.reference import Reference
+
+
+@dataclasses.dataclass(frozen=True)
+class Shortfall:
+    """The worst token of some answers: how far its reference logit lies below the reference's maximum."""
+
+    gap: float
+    answer: int
+    position: int
+    token: int
+    expected: int
+
+
+def worst(reference: Reference, answers: Sequence[Answer], layers: range) -> Shortfall:
+    """The largest gap over all tokens of `answers`, in logits."""
+    found = Shortfall(0.0, 0, 0, -1, -1)
+    for index, answer in enumerate(answers):
+        chain = answer.prompt + answer.tokens
+        top, emitted, argmax = reference.score(chain, len(answer.prompt), layers)
+        gaps = np.nan_to_num(top - emitted, nan=np.inf)
+        at = int(np.argmax(gaps))
+        if gaps[at] > found.gap:
+            found = Shortfall(float(gaps[at]), index, at, answer.tokens[at], int(argmax[at]))
+    return found
+
+
+def require_right(reference: Reference, answers: Sequence[Answer], layers: range, bound: float) -> Shortfall:
+    """Raises CandidateError("wrong") with the evidence when any emitted token lies below the bound."""
+    found = worst(reference, answers, layers)
+    if found.gap > bound:
+        raise CandidateError(
+            "wrong",
+            f"answer {found.answer}, token {found.position}: emitted {found.token}, the reference prefers {found.expected} "
+            f"by {found.gap:.4g} logits; the bound is {bound:.4g}",
+        )
+    return found
+
+
+def require_finite(logits: np.ndarray) -> None:
+    """Raises CandidateError: rows that are wholly NaN were never written, others are not finite."""
+    bad = ~np.isfinite(logits)
+    if bad.all(axis=1).any():
+        raise CandidateError("not_run", "logits rows were left untouched")
+    if bad.any():
+        raise CandidateError("not_finite", f"{int(bad.sum())} of {bad.size} logits are not finite")

@@ -1,0 +1,86 @@
+"""The engine's seam as seen from agents and tasks: submit, trial, incumbent, source, queue. One Unix socket, nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from tideforge.engine import protocol
+from tideforge.engine.forward import Forward
+from tideforge.engine.outcome import Trial
+from tideforge.errors import PeerGone, ProtocolError, UserError
+
+CALL_TIMEOUT_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class QueueState:
+    waiting: int
+    running: str | None  # trial id
+    ready: bool  # the incumbent runs and is tuned
+
+
+class EngineClient:
+    """Every call is a connection of its own and is repeated until the service answers, for at most `patience_s`: a service
+    that is killed and started again is a delay to its clients, not an error. All calls are idempotent."""
+
+    def __init__(self, path: Path, patience_s: float = 60.0) -> None:
+        self.path, self.patience_s = Path(path), patience_s
+
+    def submit(self, forward: Forward, tier: str = "slow", submitter: str = "") -> str:
+        """Queues a forward; the trial's id. The same forward on the same tier is the same trial."""
+        request = {"type": "submit", "files": dict(forward.files), "tier": tier, "submitter": submitter}
+        return str(self._call(request)["id"])
+
+    def trial(self, name: str) -> Trial:
+        return Trial.from_json(self._call({"type": "trial", "id": name})["trial"])
+
+    def trials(self) -> list[Trial]:
+        return [Trial.from_json(text) for text in self._call({"type": "trials"})["trials"]]
+
+    def wait(self, name: str, timeout_s: float) -> Trial:
+        """The trial once it is done, or as it is after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            trial = Trial.from_json(self._call({"type": "wait", "id": name, "timeout_s": left})["trial"])
+            if trial.done or time.monotonic() >= deadline:
+                return trial
+
+    def incumbent(self) -> Forward:
+        """The incumbent with its tuned knobs; blocks until the service is ready."""
+        return Forward(self._call({"type": "incumbent"}, timeout_s=300)["files"])
+
+    def source(self) -> dict[str, str]:
+        """The engine's own source by path, for reading."""
+        return dict(self._call({"type": "source"})["files"])
+
+    def queue(self) -> QueueState:
+        answer = self._call({"type": "queue"})
+        return QueueState(int(answer["waiting"]), answer["running"], bool(answer["ready"]))
+
+    def cancel(self, message: str) -> int:
+        """Ends every waiting trial (the running one goes on); how many."""
+        return int(self._call({"type": "cancel", "message": message})["count"])
+
+    def stop(self) -> None:
+        """The service ends after the running trial."""
+        self._call({"type": "stop"})
+
+    def _call(self, request: dict[str, Any], timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
+        deadline = time.monotonic() + self.patience_s
+        while True:
+            try:
+                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+                    sock.connect(str(self.path))
+                    return protocol.call(sock, request, timeout_s).header
+            except (FileNotFoundError, ConnectionRefusedError, PeerGone) as error:
+                if time.monotonic() >= deadline:
+                    raise UserError(str(self.path), "no engine answers there", "start it: `tideforge engine start`") from error
+                time.sleep(0.1)
+
+
+__all__ = ["EngineClient", "ProtocolError", "QueueState"]

@@ -1,0 +1,272 @@
+"""One trial, start to end: screen, stage in a spare, check against the reference, time beside the incumbent, check again.
+
+Every failure is a CandidateError with the outcome that was observed; it ends the trial and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import secrets
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tideforge.data.workload import RequestShape, Workload
+from tideforge.engine import check, measure
+from tideforge.engine.archive import write_atomic
+from tideforge.engine.blocks import BlockPool
+from tideforge.engine.config import Settings
+from tideforge.engine.core import EngineCore
+from tideforge.engine.events import log_event
+from tideforge.engine.executor import RemoteExecutor
+from tideforge.engine.forward import KNOBS, Forward
+from tideforge.engine.lab import Lab
+from tideforge.engine.memory import ITEM_BYTES, Arena
+from tideforge.engine.outcome import Figures, Outcome, Trial
+from tideforge.engine.reference import Reference
+from tideforge.engine.scheduler import SchedulerLimits
+from tideforge.engine.screen import screen
+from tideforge.errors import CandidateError
+
+WARM_REQUESTS = 4
+CHECKED_ANSWERS = 3
+HOPELESS = 0.97  # below this ratio after the first pass, no second pass is spent
+STEP_TIMEOUT_FACTOR = 20.0
+MIN_STEP_TIMEOUT_S = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ServiceConfig:
+    """What the service is started with."""
+
+    settings: Settings
+    incumbent: Path  # folder of the forward that serves
+    workload: Path
+    passes: int = 2  # lockstep passes over the search part a trial takes at most
+    trial_s: float = 60.0
+    bound: float | None = None  # logits; None: derived on the reference at the start
+    allow_imports: tuple[str, ...] = ()
+    tune: bool = True
+    bandwidth_bytes_per_s: float | None = None  # spec sheet; None: no floor is applied
+    cache_bytes: int = 0
+
+    def write(self, path: Path) -> None:
+        raw = {**vars(self), "settings": self.settings.to_dict(), "incumbent": str(self.incumbent), "workload": str(self.workload)}
+        write_atomic(path, json.dumps(raw, indent=1))
+
+    @classmethod
+    def read(cls, path: Path) -> ServiceConfig:
+        raw = json.loads(path.read_text())
+        return cls(
+            **{
+                **raw,
+                "settings": Settings.from_dict(raw["settings"]),
+                "incumbent": Path(raw["incumbent"]),
+                "workload": Path(raw["workload"]),
+                "allow_imports": tuple(raw["allow_imports"]),
+            }
+        )
+
+
+def new_core(settings: Settings) -> EngineCore:
+    """A scheduler and block pool of its own; prefixes are not shared, so that a replay computes all of its prompt."""
+    limits = SchedulerLimits(
+        max_num_seqs=settings.limits.max_num_seqs,
+        max_num_batched_tokens=settings.limits.max_num_batched_tokens,
+        max_model_len=settings.limits.max_model_len,
+    )
+    return EngineCore(limits, BlockPool(settings.num_blocks, settings.block_size, prefix_caching=False))
+
+
+class Bench:
+    """The incumbent's worker, the reference, and a spare that stands by; `evaluate` is the only thing it does."""
+
+    def __init__(self, config: ServiceConfig) -> None:
+        self.config = config
+        self.lab = Lab(config.settings)
+        self.layers = range(self.lab.config.num_hidden_layers)
+        self.workload = Workload.read(config.workload)
+        self.corpus = self.workload.corpus[: len(self.workload.corpus) // 2]
+        self.reference = Reference.start(config.settings.model, config.settings.state)
+        self.bound = config.bound if config.bound is not None else self.reference.bound(config.settings.dtype)
+        self.arenas = {name: self.lab.arena(f"search-{name}") for name in ("incumbent", "candidate")}
+        self.step_timeout_s = 60.0
+        self.incumbent, self.settings = Forward.load(config.incumbent), config.settings
+        self.incumbent_worker = self._start_incumbent()
+        self._tune()
+        self.spare: RemoteExecutor | None = self.lab.spare(self.arenas["candidate"])
+
+    def close(self) -> None:
+        self.reference.close()
+        self.lab.close()
+
+    def _start_incumbent(self) -> RemoteExecutor:
+        """A worker that never loads a candidate; its longest step sets the deadline of a candidate's."""
+        worker = self.lab.spawn(self.incumbent, self.arenas["incumbent"])
+        side = measure.Side.of(self.incumbent.id, new_core(self.settings), worker)
+        shapes = self.workload.search
+        begin = time.perf_counter()
+        block = measure.run_block(side.core, side.forward, shapes, self._prompts(shapes), self.workload.users)
+        check.require_right(self.reference, block.answers[:CHECKED_ANSWERS], self.layers, self.bound)
+        longest = max(b - a for answer in block.answers for a, b in zip((0.0, *answer.times_s), answer.times_s, strict=False))
+        self.step_timeout_s = max(MIN_STEP_TIMEOUT_S, STEP_TIMEOUT_FACTOR * longest)
+        worker.step_timeout_s = max(60.0, self.step_timeout_s)
+        log_event(self.lab.settings.state, "incumbent_ready", forward=self.incumbent.id, seconds=time.perf_counter() - begin)
+        return worker
+
+    def _prompts(self, shapes: Sequence[RequestShape]) -> list[tuple[int, ...]]:
+        return measure.draw_prompts(shapes, self.corpus, secrets.randbits(64))
+
+    def _tune(self) -> None:
+        """Finds the incumbent's best knobs by a plain search, once a night, and freezes them for every candidate."""
+        path = self.lab.settings.state / "tuned.json"
+        if path.exists():
+            knobs = json.loads(path.read_text())["knobs"]
+        else:
+            knobs = self._best_knobs() if self.config.tune else self.incumbent.knobs
+            write_atomic(path, json.dumps({"knobs": knobs}))
+        self.incumbent = self.incumbent.with_file(KNOBS, json.dumps(knobs, sort_keys=True) + "\n")
+        self.incumbent.save(self.lab.settings.state / "forwards")
+        self.settings = self.config.settings.with_knobs(knobs)
+
+    def _best_knobs(self) -> dict[str, Any]:
+        """max_num_batched_tokens by interleaved replays on the incumbent's own worker: two rounds, best median."""
+        own = self.incumbent.knobs
+        largest = self.config.settings.limits.max_num_batched_tokens
+        options = [own] + [{**own, "max_num_batched_tokens": n} for n in (largest // 2, largest // 4) if n >= 16]
+        seconds: dict[int, list[float]] = {index: [] for index in range(len(options))}
+        shapes = self.workload.search
+        with self.lab.clock():
+            for _ in range(2):
+                prompts = self._prompts(shapes)
+                for index, knobs in enumerate(options):
+                    side = measure.Side.of(
+                        self.incumbent.id, new_core(self.config.settings.with_knobs(knobs)), self.incumbent_worker
+                    )
+                    block = measure.run_block(side.core, side.forward, shapes, prompts, self.workload.users)
+                    seconds[index].append(block.seconds)
+        best = min(seconds, key=lambda index: statistics.median(seconds[index]))
+        log_event(self.lab.settings.state, "tuned", options=options, seconds=list(seconds.values()), best=options[best])
+        return options[best]
+
+    def evaluate(self, trial: Trial, forward: Forward) -> Trial:
+        """The trial with its outcome, and figures if it passed. Never raises for what a candidate did."""
+        spent = {"stage_s": 0.0, "check_s": 0.0, "clock_s": 0.0}
+        worker: RemoteExecutor | None = None
+        try:
+            screen(forward, self.config.allow_imports)
+            self._require_frozen_knobs(forward)
+            worker = self._take_spare()
+            begin = time.perf_counter()
+            self.lab.stage(worker, forward, self.layers, min(30.0, self.config.trial_s))
+            spent["stage_s"] = time.perf_counter() - begin
+            figures = self._measure(worker, forward, spent)
+            done = dataclasses.replace(trial, outcome=Outcome.PASSED, figures=figures)
+        except CandidateError as error:
+            done = dataclasses.replace(trial, outcome=Outcome(error.outcome), message=error.message)
+        finally:
+            if worker is not None:
+                self.lab.release(worker)
+                self.arenas["candidate"].fill(0xFF)
+            if self.spare is None:
+                self.spare = self.lab.spare(self.arenas["candidate"])
+        return dataclasses.replace(done, **spent, finished_at=time.time(), environment=environment())
+
+    def _require_frozen_knobs(self, forward: Forward) -> None:
+        if forward.knobs != self.incumbent.knobs:
+            raise CandidateError("refused", f"knobs are frozen at the incumbent's best, {json.dumps(self.incumbent.knobs)}")
+
+    def _take_spare(self) -> RemoteExecutor:
+        """The spare, attached; a spare that died meanwhile is replaced."""
+        for _ in range(3):
+            worker, self.spare = self.spare or self.lab.spare(self.arenas["candidate"]), None
+            try:
+                self.lab.wait_ready(worker)
+                if worker.alive:
+                    return worker
+            except CandidateError:
+                pass
+            self.lab.release(worker)
+        raise CandidateError("exited", "three spare workers in a row ended before they were given the candidate")
+
+    def _measure(self, worker: RemoteExecutor, forward: Forward, spent: dict[str, float]) -> Figures:
+        worker.step_timeout_s = MIN_STEP_TIMEOUT_S + self.step_timeout_s
+        candidate = measure.Side.of(forward.id, new_core(self.settings), worker)
+        begin = time.perf_counter()
+        self._check_eagerly(candidate, self.arenas["candidate"])
+        spent["check_s"] = time.perf_counter() - begin
+        begin = time.perf_counter()
+        with self.lab.clock():
+            blocks, pairs = self._time(candidate)
+        spent["clock_s"] = time.perf_counter() - begin
+        begin = time.perf_counter()
+        answers = [answer for _, block in blocks for answer in block.answers]
+        chosen = secrets.SystemRandom().sample(answers, min(CHECKED_ANSWERS, len(answers)))
+        check.require_right(self.reference, chosen, self.layers, self.bound)
+        spent["check_s"] += time.perf_counter() - begin
+        return self._figures(blocks, pairs)
+
+    def _check_eagerly(self, candidate: measure.Side, arena: Arena) -> None:
+        """A few fresh requests before any clock runs: logits finite, every emitted token right. Warms the worker up too."""
+        shapes = [dataclasses.replace(shape, output_tokens=3) for shape in self.workload.search[:WARM_REQUESTS]]
+        block = measure.run_block(candidate.core, candidate.forward, shapes, self._prompts(shapes), WARM_REQUESTS)
+        check.require_finite(arena.logits(len(shapes)))
+        check.require_right(self.reference, block.answers, self.layers, self.bound)
+
+    def _time(self, candidate: measure.Side) -> tuple[list[tuple[measure.Block, measure.Block]], list[tuple[float, float]]]:
+        blocks, pairs = [], []
+        deadline = time.monotonic() + self.config.trial_s
+        for _ in range(self.config.passes):
+            a, b, steps = measure.lockstep(self._incumbent_side(), candidate, self.workload.search, self._prompts(self.workload.search))
+            blocks.append((a, b))
+            pairs += steps
+            if measure.ratio_of_steps(pairs).ratio < HOPELESS or time.monotonic() > deadline:
+                break
+        return blocks, pairs
+
+    def _incumbent_side(self) -> measure.Side:
+        if not self.incumbent_worker.alive:
+            self.lab.release(self.incumbent_worker)
+            self.incumbent_worker = self._start_incumbent()
+        return measure.Side.of(self.incumbent.id, new_core(self.settings), self.incumbent_worker)
+
+    def _figures(self, blocks: list[tuple[measure.Block, measure.Block]], pairs: list[tuple[float, float]]) -> Figures:
+        ratio = measure.ratio_of_steps(pairs)
+        ours = [block for _, block in blocks]
+        self._require_possible(min(b for _, b in pairs))
+        p50, p90 = measure.user_tps(ours)
+        return Figures(
+            ratio=ratio.ratio, ci_low=ratio.low, ci_high=ratio.high, pairs=ratio.pairs,
+            candidate_tps=statistics.median(block.output_tps for block in ours),
+            incumbent_tps=statistics.median(block.output_tps for block, _ in blocks),
+            ttft_ms=1e3 * statistics.median(answer.ttft_s for block in ours for answer in block.answers),
+            tps_per_user_p50=p50, tps_per_user_p90=p90,
+        )  # fmt: skip
+
+    def floor_s(self) -> float:
+        """Least seconds of one step: weights that must move, less what the cache can hold, over the spec sheet's bandwidth."""
+        if self.config.bandwidth_bytes_per_s is None:
+            return 0.0
+        embedding = self.lab.config.vocab_size * self.lab.config.hidden_size * ITEM_BYTES[self.lab.settings.dtype]
+        moved = self.lab.weights_bytes - (0 if self.lab.config.tie_word_embeddings else embedding) - self.config.cache_bytes
+        return max(0.0, moved / self.config.bandwidth_bytes_per_s)
+
+    def _require_possible(self, fastest_s: float) -> None:
+        if fastest_s < self.floor_s():
+            raise CandidateError("too_fast", f"a step of {1e3 * fastest_s:.3g} ms is under the floor, {1e3 * self.floor_s():.3g} ms")
+
+
+def environment() -> dict[str, Any]:
+    """What a figure depends on besides source: machine, kernel, Python, load."""
+    from importlib.metadata import version
+
+    with open("/proc/loadavg") as file:
+        load = file.read().split()[0]
+    return {
+        "machine": platform.machine(), "kernel": platform.release(), "python": platform.python_version(),
+        "torch": version("torch"), "load_1min": float(load),
+    }  # fmt: skip
