@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 ARRAYS = (
     "input_ids", "positions", "slot_mapping", "block_tables", "seq_lens", "query_start_loc", "logits_indices",
-    "temperatures", "top_ps", "seeds",
+    "temperatures", "top_ps", "seeds", "sample_positions",
 )  # fmt: skip
 SCALARS = ("num_decodes", "num_prefills", "max_query_len", "max_seq_len")
 

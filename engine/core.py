@@ -1,0 +1,100 @@
+"""The engine core: scheduler and executors, one step at a time. It lives with the authority, never with a candidate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tideforge.engine.blocks import BlockPool
+from tideforge.engine.scheduler import Request, Scheduler, SchedulerLimits, Step, TokenEvent
+from tideforge.errors import TideforgeError, UserError
+
+if TYPE_CHECKING:
+    from tideforge.engine.executor import Executor
+
+    OnFailure = Callable[[str, TideforgeError], Executor | None]
+
+
+class EngineCore:
+    """Alternates over the forwards that have work. One thread drives it.
+
+    When an executor raises, `on_failure(forward id, error)` may give another executor of the same forward: its requests
+    are then computed anew from their tokens. Given None they end as events with finish "failed". Without on_failure the
+    requests are aborted and the error is raised: what a measurement wants.
+    """
+
+    def __init__(self, limits: SchedulerLimits, pool: BlockPool, on_failure: OnFailure | None = None) -> None:
+        self.scheduler = Scheduler(limits, pool)
+        self._executors: dict[str, Executor] = {}
+        self._on_failure = on_failure
+        self._last = ""
+
+    @property
+    def pool(self) -> BlockPool:
+        return self.scheduler.pool
+
+    @property
+    def forwards(self) -> tuple[str, ...]:
+        return tuple(self._executors)
+
+    def attach(self, forward: str, executor: Executor) -> None:
+        """From now on `executor` runs this forward's requests. An executor that it replaces must not be mid-step."""
+        self._executors[forward] = executor
+
+    def detach(self, forward: str) -> Executor:
+        """Takes an idle forward out, with the prefixes that it wrote; the caller ends the executor."""
+        if self.scheduler.has_work(forward):
+            raise UserError(f"forward {forward[:12]}", "has requests in flight", "let them finish or abort them first")
+        self.pool.forget(forward)
+        return self._executors.pop(forward)
+
+    def add(self, request: Request) -> None:
+        """Raises UserError when the request can never run or its forward is not attached."""
+        if request.forward not in self._executors:
+            raise UserError(f"request {request.id}", f"names forward {request.forward[:12]!r}", "attach it first")
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.abort(request_id)
+
+    def has_work(self, forward: str | None = None) -> bool:
+        return self.scheduler.has_work(forward)
+
+    def step(self) -> list[TokenEvent]:
+        """Runs one step of the next forward that can do something; [] when there is nothing to do."""
+        step = self._next_step()
+        if step is None:
+            return []
+        try:
+            return self.scheduler.commit(step, self._execute(step))
+        except TideforgeError as error:  # the executor's, or NaN logits: either way the scheduler has taken nothing
+            return self._failed(step.forward, error)
+
+    def _execute(self, step: Step) -> list[int]:
+        try:
+            return self._executors[step.forward].execute(step)
+        except BaseException:
+            self.scheduler.discard(step)
+            raise
+
+    def _next_step(self) -> Step | None:
+        names = list(self._executors)
+        turn = names.index(self._last) + 1 if self._last in names else 0
+        for forward in names[turn:] + names[:turn]:
+            if self.scheduler.has_work(forward) and (step := self.scheduler.schedule(forward)) is not None:
+                self._last = forward
+                return step
+        return None
+
+    def _failed(self, forward: str, error: TideforgeError) -> list[TokenEvent]:
+        replacement = self._on_failure(forward, error) if self._on_failure else None
+        self.scheduler.restart(forward)
+        if replacement is not None:
+            self._executors[forward] = replacement
+            return []
+        ids = self.scheduler.requests(forward)
+        for request_id in ids:
+            self.scheduler.abort(request_id)
+        if self._on_failure is None:
+            raise error
+        return [TokenEvent(request_id, -1, -1, "failed") for request_id in ids]

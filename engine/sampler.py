@@ -1,0 +1,48 @@
+"""Sampling on the device. A row's token depends on its own logits, seed and position only, never on the batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def sample(logits: Tensor, temperatures: Tensor, top_ps: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """logits [N, V] fp32, temperatures and top_ps [N] fp32, seeds and positions [N] int64 -> tokens [N] int64.
+
+    temperature 0 takes the largest logit (the first of equals). A row that holds NaN gives -1: it was left untouched
+    or went wrong, and no token of it may be emitted.
+    """
+    largest, tokens = logits.max(dim=-1)
+    drawn = temperatures > 0
+    if bool(drawn.any()):
+        rows = drawn.nonzero().squeeze(-1)
+        uniform = counter_uniform(seeds[rows], positions[rows])
+        tokens[rows] = draw(logits[rows], temperatures[rows], top_ps[rows], uniform)
+    return torch.where(torch.isnan(largest), torch.full_like(tokens, -1), tokens)
+
+
+def draw(logits: Tensor, temperatures: Tensor, top_ps: Tensor, uniform: Tensor) -> Tensor:
+    """Inverts the cumulative distribution of the nucleus: the smallest set of likeliest tokens that reaches top_p."""
+    scaled = (logits.double() - logits.double().max(-1, keepdim=True).values) / temperatures.double().unsqueeze(-1)
+    probabilities, order = torch.softmax(scaled, dim=-1).sort(dim=-1, descending=True, stable=True)
+    cumulative = probabilities.cumsum(-1)
+    kept = (cumulative - probabilities) < top_ps.double().unsqueeze(-1)
+    kept[:, 0] = True
+    mass = (probabilities * kept).sum(-1, keepdim=True)
+    # The first rank whose cumulative mass exceeds the drawn share; rounding may push it past the last kept one.
+    rank = (cumulative <= uniform.unsqueeze(-1) * mass).sum(-1)
+    rank = torch.minimum(rank, kept.sum(-1) - 1)
+    return order.gather(-1, rank.unsqueeze(-1)).squeeze(-1)
+
+
+def counter_uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Uniform fp64 in [0, 1) from (seed, position): the finaliser of SplitMix64 (Steele, Lea, Flood 2014), twice."""
+    return (_mix(_mix(seeds) + positions) >> 11).bitwise_and((1 << 53) - 1).double() / float(1 << 53)
+
+
+def _mix(value: Tensor) -> Tensor:
+    """SplitMix64 in two's complement: int64 wraps, and shifts are made logical by masking the copied sign bits."""
+    value = value + -7046029254386353131  # 0x9E3779B97F4A7C15
+    value = (value ^ ((value >> 30) & ((1 << 34) - 1))) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    value = (value ^ ((value >> 27) & ((1 << 37) - 1))) * -7723592293110705685  # 0x94D049BB133111EB
+    return value ^ ((value >> 31) & ((1 << 33) - 1))
