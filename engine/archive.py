@@ -1,6 +1,6 @@
 """Queue and archive on disk: one folder a trial. The file system is the database, so both survive any restart.
 
-`trials/<id>/submission.json` is there from the submission on, `result.json` once the trial is done. Each is written under a
+`<night>/trials/<id>/submission.json` is there from the submission on, `result.json` once the trial is done. Each is written under a
 temporary name and renamed. The id is a running number and the head of the forward's hash; the same forward on the same tier
 is the same trial, so that nothing is counted twice.
 """
@@ -30,10 +30,10 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 class Archive:
-    """All trials of a night, in order of submission. Not thread-safe: the service calls it under its lock."""
+    """All trials of a night, in order of submission; sources go to `forwards`. Not thread-safe: called under a lock."""
 
-    def __init__(self, state: Path) -> None:
-        self.root, self.forwards = state / "trials", state / "forwards"
+    def __init__(self, night: Path, forwards: Path) -> None:
+        self.root, self.forwards = night / "trials", forwards
         self.root.mkdir(parents=True, exist_ok=True)
         self.trials: dict[str, Trial] = {}
         for folder in sorted(self.root.iterdir()):
@@ -78,6 +78,6 @@ class Archive:
         return Forward.load(self.forwards / trial.forward)
 
 
-def read_trials(state: Path) -> list[Trial]:
-    """All trials of a state folder, for reports."""
-    return list(Archive(state).trials.values())
+def read_trials(night: Path) -> list[Trial]:
+    """All trials of a night, for reports."""
+    return list(Archive(night, night / "forwards").trials.values())

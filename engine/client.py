@@ -62,6 +62,10 @@ class EngineClient:
         answer = self._call({"type": "queue"})
         return QueueState(int(answer["waiting"]), answer["running"], bool(answer["ready"]))
 
+    def status(self) -> dict[str, Any]:
+        """night: the folder it works for; pid."""
+        return self._call({"type": "status"})
+
     def cancel(self, message: str) -> int:
         """Ends every waiting trial (the running one goes on); how many."""
         return int(self._call({"type": "cancel", "message": message})["count"])

@@ -44,6 +44,7 @@ class ServiceConfig:
     """What the service is started with."""
 
     settings: Settings
+    night: Path  # folder of this night: trials, events, tuned knobs
     incumbent: Path  # folder of the forward that serves
     workload: Path
     passes: int = 2  # lockstep passes over the search part a trial takes at most
@@ -53,9 +54,11 @@ class ServiceConfig:
     tune: bool = True
     bandwidth_bytes_per_s: float | None = None  # spec sheet; None: no floor is applied
     cache_bytes: int = 0
+    exit_at: float | None = None  # seconds since the epoch; an idle service ends then, whatever became of its flow
 
     def write(self, path: Path) -> None:
-        raw = {**vars(self), "settings": self.settings.to_dict(), "incumbent": str(self.incumbent), "workload": str(self.workload)}
+        paths = {name: str(getattr(self, name)) for name in ("night", "incumbent", "workload")}
+        raw = {**vars(self), **paths, "settings": self.settings.to_dict()}
         write_atomic(path, json.dumps(raw, indent=1))
 
     @classmethod
@@ -65,6 +68,7 @@ class ServiceConfig:
             **{
                 **raw,
                 "settings": Settings.from_dict(raw["settings"]),
+                "night": Path(raw["night"]),
                 "incumbent": Path(raw["incumbent"]),
                 "workload": Path(raw["workload"]),
                 "allow_imports": tuple(raw["allow_imports"]),
@@ -79,7 +83,7 @@ def new_core(settings: Settings) -> EngineCore:
         max_num_batched_tokens=settings.limits.max_num_batched_tokens,
         max_model_len=settings.limits.max_model_len,
     )
-    return EngineCore(limits, BlockPool(settings.num_blocks, settings.block_size, prefix_caching=False))
+    return EngineCore(limits, BlockPool(settings.num_blocks, settings.block_size, prefix_cache=False))
 
 
 class Bench:
@@ -87,7 +91,7 @@ class Bench:
 
     def __init__(self, config: ServiceConfig) -> None:
         self.config = config
-        self.lab = Lab(config.settings)
+        self.lab = Lab(config.settings, config.night)
         self.layers = range(self.lab.config.num_hidden_layers)
         self.workload = Workload.read(config.workload)
         self.corpus = self.workload.corpus[: len(self.workload.corpus) // 2]
@@ -115,7 +119,7 @@ class Bench:
         longest = max(b - a for answer in block.answers for a, b in zip((0.0, *answer.times_s), answer.times_s, strict=False))
         self.step_timeout_s = max(MIN_STEP_TIMEOUT_S, STEP_TIMEOUT_FACTOR * longest)
         worker.step_timeout_s = max(60.0, self.step_timeout_s)
-        log_event(self.lab.settings.state, "incumbent_ready", forward=self.incumbent.id, seconds=time.perf_counter() - begin)
+        log_event(self.config.night, "incumbent_ready", forward=self.incumbent.id, seconds=time.perf_counter() - begin)
         return worker
 
     def _prompts(self, shapes: Sequence[RequestShape]) -> list[tuple[int, ...]]:
@@ -123,14 +127,15 @@ class Bench:
 
     def _tune(self) -> None:
         """Finds the incumbent's best knobs by a plain search, once a night, and freezes them for every candidate."""
-        path = self.lab.settings.state / "tuned.json"
+        path = self.config.night / "tuned.json"
         if path.exists():
             knobs = json.loads(path.read_text())["knobs"]
         else:
             knobs = self._best_knobs() if self.config.tune else self.incumbent.knobs
-            write_atomic(path, json.dumps({"knobs": knobs}))
+        served = self.incumbent.id
         self.incumbent = self.incumbent.with_file(KNOBS, json.dumps(knobs, sort_keys=True) + "\n")
         self.incumbent.save(self.lab.settings.state / "forwards")
+        write_atomic(path, json.dumps({"knobs": knobs, "incumbent": self.incumbent.id, "served": served, "bound": self.bound}))
         self.settings = self.config.settings.with_knobs(knobs)
 
     def _best_knobs(self) -> dict[str, Any]:
@@ -150,7 +155,7 @@ class Bench:
                     block = measure.run_block(side.core, side.forward, shapes, prompts, self.workload.users)
                     seconds[index].append(block.seconds)
         best = min(seconds, key=lambda index: statistics.median(seconds[index]))
-        log_event(self.lab.settings.state, "tuned", options=options, seconds=list(seconds.values()), best=options[best])
+        log_event(self.config.night, "tuned", options=options, seconds=list(seconds.values()), best=options[best])
         return options[best]
 
     def evaluate(self, trial: Trial, forward: Forward) -> Trial:

@@ -31,8 +31,10 @@ START_TIMEOUT_S = 120.0
 class Lab:
     """Everything that one authority uses of an endpoint's state folder. Close it to end its workers."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, events: Path | None = None) -> None:
+        """`events`: the folder whose events.jsonl counts the workers started here; the state folder if absent."""
         self.settings = settings
+        self.events = events or settings.state
         self.config = ModelConfig.load(settings.model)
         self.layout = settings.arena_layout(self.config)
         settings.state.mkdir(parents=True, exist_ok=True)
@@ -69,7 +71,7 @@ class Lab:
         """A worker with torch imported and memory mapped, waiting for a forward."""
         worker = self._spawner.submit(self._spawn, arena).result()
         self._workers.append(worker)
-        log_event(self.settings.state, "worker_start", worker=worker.pid)
+        log_event(self.events, "worker_start", worker=worker.pid)
         return worker
 
     def _spawn(self, arena: Arena) -> RemoteExecutor:

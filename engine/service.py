@@ -31,22 +31,22 @@ class Service:
     """Answers clients in threads; evaluates trials one after another in the thread that calls `run`."""
 
     def __init__(self, config: ServiceConfig) -> None:
-        self.config, self.state = config, config.settings.state
-        self.archive = Archive(self.state)
+        self.config, self.night = config, config.night
+        self.archive = Archive(self.night, config.settings.state / "forwards")
         self.changed = threading.Condition()
         self.running: str | None = None
         self.stopping = False
         self.bench: Bench | None = None
 
     def run(self) -> None:
-        log_event(self.state, "service_start", waiting=len(self.archive.waiting))
-        with listen(self.state / "engine.sock") as listener:
+        log_event(self.night, "service_start", waiting=len(self.archive.waiting))
+        with listen(self.config.settings.state / "engine.sock") as listener:
             threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
             with contextlib.closing(Bench(self.config)) as bench:
                 with self.changed:
                     self.bench = bench
                     self.changed.notify_all()
-                log_event(self.state, "service_ready", incumbent=bench.incumbent.id, knobs=bench.incumbent.knobs)
+                log_event(self.night, "service_ready", incumbent=bench.incumbent.id, knobs=bench.incumbent.knobs)
                 while (trial := self._next()) is not None:
                     self._evaluate(bench, trial)
 
@@ -56,17 +56,19 @@ class Service:
                 if waiting := self.archive.waiting:
                     self.running = waiting[0].id
                     return waiting[0]
+                if self.config.exit_at is not None and time.time() > self.config.exit_at:
+                    return None
                 self.changed.wait(1.0)
             return None
 
     def _evaluate(self, bench: Bench, trial: Trial) -> None:
-        log_event(self.state, "trial_start", trial=trial.id)
+        log_event(self.night, "trial_start", trial=trial.id)
         done = bench.evaluate(trial, self.archive.forward(trial))
         with self.changed:
             self.archive.finish(done)
             self.running = None
             self.changed.notify_all()
-        log_event(self.state, "trial_end", trial=trial.id, outcome=done.outcome)
+        log_event(self.night, "trial_end", trial=trial.id, outcome=done.outcome)
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -101,6 +103,8 @@ class Service:
             with self.changed:
                 waiting = sum(trial.id != self.running for trial in self.archive.waiting)
                 return {"type": "queue", "waiting": waiting, "running": self.running, "ready": self.bench is not None}
+        if kind == "status":
+            return {"type": "status", "night": str(self.night), "pid": os.getpid()}
         if kind == "source":
             return {"type": "source", "files": engine_source()}
         if kind == "cancel":
@@ -168,7 +172,7 @@ def main() -> None:
     args = parser.parse_args()
     config = ServiceConfig.read(args.config)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
-    write_atomic(config.settings.state / "service.pid", str(os.getpid()))
+    write_atomic(config.night / "service.pid", str(os.getpid()))
     Service(config).run()
 
 

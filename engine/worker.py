@@ -6,13 +6,11 @@ It imports nothing but torch, numpy and this package's engine. What it says abou
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
 import importlib.util
 import mmap
 import os
 import resource
-import signal
 import socket
 import sys
 import time
@@ -26,15 +24,11 @@ import torch
 from torch import Tensor
 
 from tideforge.engine import contract, memory, protocol, sampler
+from tideforge.engine.guard import die_with_parent
 from tideforge.errors import CandidateError, PeerGone
 
 MAX_OUTPUT_BYTES = 16 << 20
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def die_with_parent() -> None:
-    """SIGKILL for this process as soon as the thread that spawned it is gone (Linux, prctl PR_SET_PDEATHSIG = 1)."""
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
 
 
 def map_tensors(fd: int, size: int, entries: list[list[Any]], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -1,0 +1,47 @@
+"""Starts the service and starts it again when it is killed: the archive on disk lets it go on. Ends when it ends by itself."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tideforge.engine.evaluate import ServiceConfig
+from tideforge.engine.events import log_event
+from tideforge.engine.guard import die_with_parent
+
+MAX_RESTARTS = 10
+PAUSE_S = 0.5
+
+
+def supervise(config_path: Path) -> int:
+    """The service's exit code once it ended by itself; 70 when it died more than MAX_RESTARTS times."""
+    config = ServiceConfig.read(config_path)
+    command = [sys.executable, "-m", "tideforge.engine.service", "--config", str(config_path)]
+    for _ in range(MAX_RESTARTS + 1):
+        with (config.night / "service.log").open("ab") as log:
+            service = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=die_with_parent)
+        code = service.wait()
+        if code >= 0:
+            return code
+        log_event(config.night, "service_died", signal=signal.Signals(-code).name)
+        time.sleep(PAUSE_S)
+    return 70
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="keep the engine's service alive for a night")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--cpus", default="", help="cores for everything but measuring workers, e.g. 0,1")
+    args = parser.parse_args()
+    if args.cpus:
+        os.sched_setaffinity(0, {int(core) for core in args.cpus.split(",")})
+    sys.exit(supervise(args.config))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Which forward serves: the live server's, else the one the endpoint names, else the plain one for the architecture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tideforge.engine.archive import write_atomic
+from tideforge.engine.config import ModelConfig
+from tideforge.engine.forward import Forward
+from tideforge.errors import UserError
+from tideforge.tasks.endpoint import Endpoint
+from tideforge.tasks.store import Run
+
+PLAIN = {"LlamaForCausalLM": "llama", "MixtralForCausalLM": "moe"}
+
+
+def plain_forward(model: Path) -> Path:
+    """The raw forward that comes with the engine for this model's architecture."""
+    architecture = ModelConfig.load(model).architecture
+    if architecture not in PLAIN:
+        raise UserError(
+            str(model), f"architecture {architecture} has no raw forward here",
+            f"write one and name it in the endpoint's `forward`; there are {', '.join(PLAIN)}",
+        )  # fmt: skip
+    import tideforge.engine
+
+    return Path(tideforge.engine.__file__).parent / "models" / PLAIN[architecture]
+
+
+def first_forward(endpoint: Endpoint) -> Path:
+    """The folder of the forward that an endpoint starts with."""
+    return endpoint.forward if endpoint.forward is not None else plain_forward(endpoint.model)
+
+
+def serving_forward(endpoint: Endpoint) -> Forward:
+    """What the live server says it serves; without a server, what it would start with."""
+    record = endpoint.state / "server.json"
+    if record.exists():
+        folder = endpoint.state / "forwards" / str(json.loads(record.read_text())["forward"])
+        if folder.is_dir():
+            return Forward.load(folder)
+    return Forward.load(first_forward(endpoint))
+
+
+def incumbent_folder(run: Run, endpoint: Endpoint) -> Path:
+    """The night's incumbent, fixed when the night first asks: a ship in between must not change what it is compared with."""
+    fixed = run.folder / "incumbent.json"
+    if not fixed.exists():
+        forward = serving_forward(endpoint)
+        forward.save(endpoint.state / "forwards")
+        write_atomic(fixed, json.dumps({"forward": forward.id}))
+    return endpoint.state / "forwards" / str(json.loads(fixed.read_text())["forward"])

@@ -1,0 +1,62 @@
+"""From an endpoint file to what the engine runs with on this machine."""
+
+from __future__ import annotations
+
+import os
+
+from tideforge.costmodel.hardware import load_hardware
+from tideforge.costmodel.launch import parse_launch
+from tideforge.engine.config import Limits, Settings
+from tideforge.tasks.endpoint import Endpoint
+
+
+def worker_cpus() -> tuple[int, ...]:
+    """The measuring worker has the last core to itself, where there are two or more."""
+    cores = sorted(range(os.cpu_count() or 1))
+    return (cores[-1],) if len(cores) > 1 else ()
+
+
+def other_cpus() -> tuple[int, ...]:
+    """The cores for everything else."""
+    cores = sorted(range(os.cpu_count() or 1))
+    return tuple(cores[:-1]) if len(cores) > 1 else tuple(cores)
+
+
+def settings_for(endpoint: Endpoint) -> Settings:
+    """Limits as the launch command states them under the names of this project's server; its defaults otherwise."""
+    launch = parse_launch(endpoint.launch)
+    default = Limits()
+
+    def number(flag: str, fallback: int) -> int:
+        value = launch.value(flag)
+        return fallback if value is None else int(value)
+
+    return Settings(
+        state=endpoint.state.resolve(),
+        model=endpoint.model.resolve(),
+        dtype=endpoint.precision,
+        limits=Limits(
+            max_num_seqs=number("--max-num-seqs", default.max_num_seqs),
+            max_num_batched_tokens=number("--max-num-batched-tokens", default.max_num_batched_tokens),
+            max_model_len=number("--max-model-len", default.max_model_len),
+        ),
+        block_size=number("--block-size", 16),
+        num_blocks=number("--num-blocks", 512),
+        threads=number("--threads", 1),
+        worker_cpus=worker_cpus(),
+    )
+
+
+def floor_figures(endpoint: Endpoint) -> tuple[float, int]:
+    """(bandwidth in bytes/s, last-level cache in bytes) of one device, from the spec sheet: what the floor is made of."""
+    hardware = load_hardware(endpoint.hardware.name)
+    return hardware.read_bytes_per_s, cache_bytes()
+
+
+def cache_bytes() -> int:
+    """The largest CPU cache that Linux reports."""
+    from pathlib import Path
+
+    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    units = {"K": 1 << 10, "M": 1 << 20}
+    return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1] in units), default=0)

@@ -1,0 +1,150 @@
+"""Opens and closes the night's search: the persistent engine, the board, the deadline; then what came of it as files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tideforge.data.files import sha256_file, write_whole
+from tideforge.engine.archive import read_trials
+from tideforge.engine.client import EngineClient
+from tideforge.engine.evaluate import ServiceConfig
+from tideforge.engine.events import read_events
+from tideforge.tasks.endpoint import Endpoint
+from tideforge.tasks.incumbent import incumbent_folder
+from tideforge.tasks.machine import floor_figures, other_cpus, settings_for
+from tideforge.tasks.search.agent import AgentReport
+from tideforge.tasks.search.search import finalist
+from tideforge.tasks.store import Manifest, Run
+
+IDLE_EXIT_S = 120.0  # how long past its deadline an idle service waits for a flow that may have been killed
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """What an agent needs to take part."""
+
+    socket: Path
+    board: Path
+    workspaces: Path
+    deadline: float  # seconds since the epoch
+
+
+def search_inputs(run: Run, endpoint: Endpoint) -> dict[str, str]:
+    workload = run.need("workload")
+    budget = endpoint.budget
+    agents = json.dumps([spec.model_dump(mode="json") for spec in endpoint.agents], sort_keys=True)
+    return {
+        "workload": workload.outputs["workload"].sha256,
+        "budget": f"{budget.search_s:g} s, {budget.search_pairs} passes",
+        "agents": agents,
+    }
+
+
+def open_search(run: Run, endpoint: Endpoint) -> Session:
+    """Starts the engine, or finds the one that runs for this night. What a killed flow had spent of the budget stays spent."""
+    config_path = run.folder / "service.json"
+    client = EngineClient(endpoint.state.resolve() / "engine.sock", patience_s=120)
+    deadline = time.time() + max(0.0, endpoint.budget.search_s - _spent_s(run))
+    _config(run, endpoint, deadline).write(config_path)
+    if not _serves(client, run):
+        _start(run, config_path)
+    client.incumbent()  # blocks until the incumbent runs and is tuned: that is not the agents' time
+    deadline = time.time() + max(0.0, endpoint.budget.search_s - _spent_s(run))
+    _note(run, "opened", deadline)
+    folder = run.folder.resolve()
+    return Session(client.path, folder / "board.jsonl", folder / "agents", deadline)
+
+
+def _config(run: Run, endpoint: Endpoint, deadline: float) -> ServiceConfig:
+    bandwidth, cache = floor_figures(endpoint)
+    return ServiceConfig(
+        settings=settings_for(endpoint),
+        night=run.folder.resolve(),
+        incumbent=incumbent_folder(run, endpoint).resolve(),
+        workload=run.path(run.need("workload"), "workload").resolve(),
+        passes=endpoint.budget.search_pairs,
+        trial_s=endpoint.budget.trial_s,
+        allow_imports=tuple(endpoint.allow_imports),
+        bandwidth_bytes_per_s=bandwidth,
+        cache_bytes=cache,
+        exit_at=deadline + IDLE_EXIT_S,
+    )
+
+
+def _serves(client: EngineClient, run: Run) -> bool:
+    """Whether an engine answers that works for this very night."""
+    probe = EngineClient(client.path, patience_s=0)
+    try:
+        return probe.status()["night"] == str(run.folder.resolve())
+    except Exception:  # noqa: BLE001  nobody there, or another night's: either way this night starts its own
+        return False
+
+
+def _start(run: Run, config_path: Path) -> None:
+    cpus = ",".join(map(str, other_cpus()))
+    with (run.folder / "service.log").open("ab") as log:
+        subprocess.Popen(
+            [sys.executable, "-m", "tideforge.engine.supervise", "--config", str(config_path.resolve()), "--cpus", cpus],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+
+
+def _note(run: Run, what: str, deadline: float) -> None:
+    """search-sessions.jsonl: each opening with its time, so that a resumed night knows what is left."""
+    with (run.folder / "search-sessions.jsonl").open("a") as file:
+        file.write(json.dumps({"time": time.time(), "what": what, "deadline": deadline}) + "\n")
+
+
+def sessions(run: Run) -> list[dict[str, float]]:
+    path = run.folder / "search-sessions.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _spent_s(run: Run) -> float:
+    """Seconds of searching so far: of each earlier opening, until its last trial event."""
+    openings = [entry["time"] for entry in sessions(run)]
+    ends = [event["time"] for event in read_events(run.folder) if event["event"] in ("trial_start", "trial_end")]
+    spent = 0.0
+    for begin, following in zip(openings, [*openings[1:], float("inf")], strict=True):
+        inside = [end for end in ends if begin <= end < following]
+        spent += max(inside) - begin if inside else 0.0
+    return spent
+
+
+def close_search(run: Run, endpoint: Endpoint, reports: Sequence[AgentReport]) -> Manifest:
+    """Ends the queue and the engine, and writes the search's files. Trials that still waited become `cancelled`."""
+    inputs = search_inputs(run, endpoint)
+    if (done := run.done("search", inputs)) is not None:
+        return done
+    client = EngineClient(endpoint.state.resolve() / "engine.sock", patience_s=60)
+    client.cancel("the search ended before this candidate's turn")
+    while client.queue().running is not None:
+        time.sleep(0.2)
+    client.stop()
+    trials = read_trials(run.folder)
+    best = finalist(trials)
+    started = sessions(run)[0]["time"]
+    board = run.folder / "board.jsonl"
+    if not board.exists():
+        write_whole(board, b"")
+    outputs = {
+        "trials": run.write_json("trials", [json.loads(trial.to_json()) for trial in trials]),
+        "board": run.add_file("board", board),
+        "agents": run.write_json("agents", [report.model_dump(mode="json") for report in reports]),
+    }
+    tuned = json.loads((run.folder / "tuned.json").read_text())
+    extra = {
+        "finalist": best.forward if best else None,
+        "finalist_trial": best.id if best else None,
+        "incumbent": tuned["incumbent"],
+        "knobs": tuned["knobs"],
+        "searched_s": time.time() - started,
+        "tuned_sha256": sha256_file(run.folder / "tuned.json"),
+    }
+    return run.finish("search", inputs, outputs, extra, started=started)

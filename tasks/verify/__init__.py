@@ -1,0 +1,1 @@
+"""Verification: nothing ships without all of its gates. Policy lives here, arithmetic in engine/."""

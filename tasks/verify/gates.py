@@ -1,0 +1,157 @@
+"""The gates. Each takes a Probe and returns figures, or raises Caught with the evidence: request, token, layer, expected, got."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tideforge.engine import check, compare
+from tideforge.engine.measure import Answer
+from tideforge.errors import TideforgeError
+from tideforge.tasks.verify.probe import POISON, Probe, Recorder, drain
+
+Gate = Callable[[Probe], dict[str, Any]]
+
+
+class Caught(TideforgeError):
+    """A gate saw a fault; the message is its evidence."""
+
+
+def _require_right(probe: Probe, chains: dict[str, list[int]], prompts: dict[str, tuple[int, ...]]) -> float:
+    """Every emitted token within the derived bound of the reference's maximum; the worst gap in logits."""
+    names = list(chains)
+    answers = [Answer(prompts[name], tuple(chains[name]), ()) for name in names]
+    found = check.worst(probe.reference, answers, probe.layers)
+    if found.gap > probe.bound:
+        raise Caught(
+            f"request {names[found.answer]}, token {found.position}: emitted {found.token}, the reference prefers "
+            f"{found.expected} by {found.gap:.4g} logits; the bound is {probe.bound:.4g}"
+        )
+    return found.gap
+
+
+def interleaved_against_serial(probe: Probe) -> dict[str, Any]:
+    """Requests answered side by side equal those answered one by one: neighbours in the batch do not matter."""
+    count = min(6, probe.limits.max_num_seqs)
+    prompts = dict(zip(map(str, range(count)), probe.spans([7 + 5 * i for i in range(count)]), strict=True))
+    together, alone = Recorder(probe.worker, probe.arena), Recorder(probe.worker, probe.arena)
+    chains = {}
+    for recorder, at_once in ((together, count), (alone, 1)):
+        requests = [probe.request(name, prompt, 6) for name, prompt in prompts.items()]
+        chains[at_once] = drain(probe.core(recorder), requests, at_once)
+        gap = _require_right(probe, chains[at_once], prompts)
+    worst = 0.0
+    for name in prompts:
+        for step, (a, b) in enumerate(zip(together.rows[name], alone.rows[name], strict=True)):
+            difference = float(np.abs(a.logits - b.logits).max())
+            worst = max(worst, difference)
+            if difference > probe.bound:
+                raise Caught(f"request {name}, token {step}: logits differ by {difference:.4g} beside neighbours; bound {probe.bound:.4g}")
+            if chains[count][name][step] != chains[1][name][step]:
+                break  # a tie within the bound went the other way: from here on the prefixes differ
+    return {"max_logit_difference": worst, "worst_gap": gap, "bound": probe.bound}
+
+
+def canary_pages(probe: Probe) -> dict[str, Any]:
+    """Poison in every page; each step may change nothing but its own write slots, and poison must not reach the answer."""
+    probe.arena.fill(POISON)
+    recorder = Recorder(probe.worker, probe.arena, guard=True)
+    prompts = dict(zip("abc", probe.spans([9, 17, 30]), strict=True))
+    chains = drain(probe.core(recorder), [probe.request(name, prompt, 3) for name, prompt in prompts.items()], 3)
+    if recorder.violations:
+        raise Caught("; ".join(recorder.violations[:3]))
+    return {"worst_gap": _require_right(probe, chains, prompts), "bound": probe.bound}
+
+
+def block_reuse(probe: Probe) -> dict[str, Any]:
+    """Blocks freed, given out again, shared as prefixes, evicted, and taken back in mid-flight: stale K and V never show."""
+    size = probe.arena.layout.block_size
+    shared, *tails = probe.spans([2 * size, 5, 9, 13, 3, 11])
+    prompts = {f"r{i}": shared + tail if i % 2 else tail + shared for i, tail in enumerate(tails)}
+    longest = max(len(prompt) for prompt in prompts.values()) + 4
+    recorder = Recorder(probe.worker, probe.arena)
+    core = probe.core(recorder, num_blocks=2 + 2 * -(-longest // size), prefix_cache=True)
+    aborted = probe.request("aborted", probe.spans([2 * size])[0], 8)
+    core.add(aborted)
+    core.step()
+    core.abort("aborted")
+    chains = drain(core, [probe.request(name, prompt, 4) for name, prompt in prompts.items()], len(prompts))
+    again = {f"{name}-again": prompt for name, prompt in prompts.items()}
+    chains |= drain(core, [probe.request(name, prompt, 4) for name, prompt in again.items()], 2)
+    gap = _require_right(probe, chains, prompts | again)
+    return {"worst_gap": gap, "bound": probe.bound, "preemptions": core.scheduler.num_preemptions}
+
+
+def written_kv(probe: Probe) -> dict[str, Any]:
+    """K and V of every layer as the authority reads them from the pages, against the reference's."""
+    prompt = probe.spans([40])[0]
+    recorder = Recorder(probe.worker, probe.arena)
+    chain = drain(probe.core(recorder), [probe.request("kv", prompt, 4)], 1)["kv"]
+    row = recorder.rows["kv"][-1]
+    tokens = (prompt + tuple(chain))[: row.context]
+    keys, values = probe.reference.kv(tokens, probe.layers)
+    slots = np.asarray(row.blocks)[np.arange(row.context) // probe.arena.layout.block_size]
+    offsets = np.arange(row.context) % probe.arena.layout.block_size
+    tolerance, worst = compare.kv_tolerance(probe.arena.layout.dtype), 0.0
+    for layer in probe.layers:
+        for name, expected, is_value in (("keys", keys[layer], False), ("values", values[layer], True)):
+            got = compare.to_float32(probe.arena.plane(layer, is_value)[slots, offsets], probe.arena.layout.dtype)
+            error = compare.relative_error(got, expected)
+            worst = max(worst, error)
+            if not error <= tolerance:
+                raise Caught(f"layer {layer} {name}: relative error {error:.4g} against the reference; tolerance {tolerance:.4g}")
+    return {"max_relative_error": worst, "tolerance": tolerance}
+
+
+def quality(probe: Probe) -> dict[str, Any]:
+    """Teacher-forced on real text: KL of the reference to the candidate a token, and top-1 agreement outside of ties."""
+    count, start, length = min(8, probe.limits.max_num_seqs), 16, 40
+    spans = dict(zip(map(str, range(count)), probe.spans([length] * count), strict=True))
+    recorder = Recorder(probe.worker, probe.arena, forced={name: span[start:] for name, span in spans.items()})
+    drain(probe.core(recorder), [probe.request(name, span[:start], length - start) for name, span in spans.items()], count)
+    kl, agreed, decided = [], 0, 0
+    for name, span in spans.items():
+        expected = probe.reference.logits(span, range(start - 1, length - 1), probe.layers)
+        got = np.stack([row.logits for row in recorder.rows[name]])
+        kl.append(compare.kl(expected, got))
+        top = np.sort(expected, axis=1)[:, -2:]
+        clear = top[:, 1] - top[:, 0] > probe.bound  # elsewhere reduction order may decide
+        agreed += int((expected.argmax(1) == got.argmax(1))[clear].sum())
+        decided += int(clear.sum())
+    flat = np.concatenate(kl)
+    limit = compare.kl_bound(probe.bound)
+    figures = {
+        "kl_mean": float(flat.mean()), "kl_p99": float(np.quantile(flat, 0.99)), "kl_max": float(flat.max()), "kl_bound": limit,
+        "top1_agreement": agreed / max(decided, 1), "tokens": int(flat.size), "clear_tokens": decided,
+    }  # fmt: skip
+    if not flat.max() <= limit or agreed != decided:
+        raise Caught(f"KL at most {flat.max():.4g} (bound {limit:.4g}), top-1 agreement {agreed}/{decided}")
+    return figures
+
+
+def determinism(probe: Probe) -> dict[str, Any]:
+    """The same requests in the same batch twice: the same tokens and bit-identical logits."""
+    prompts = dict(zip("ab", probe.spans([11, 23]), strict=True))
+    runs = []
+    for _ in range(2):
+        recorder = Recorder(probe.worker, probe.arena)
+        drain(probe.core(recorder), [probe.request(name, prompt, 5) for name, prompt in prompts.items()], 2)
+        runs.append(recorder.rows)
+    for name in prompts:
+        for step, (a, b) in enumerate(zip(runs[0][name], runs[1][name], strict=True)):
+            if not np.array_equal(a.logits, b.logits):
+                difference = float(np.abs(a.logits - b.logits).max())
+                raise Caught(f"request {name}, token {step}: two runs differ by {difference:.4g} logits")
+    return {"tokens": sum(len(rows) for rows in runs[0].values())}
+
+
+GATES: dict[str, Gate] = {
+    "interleaved_against_serial": interleaved_against_serial,
+    "canary_pages": canary_pages,
+    "block_reuse": block_reuse,
+    "written_kv": written_kv,
+    "quality": quality,
+    "determinism": determinism,
+}
