@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from tideforge.tasks.search.search import finalist
 
 from tideforge.data.files import sha256_file, write_whole
 from tideforge.engine.archive import read_trials
 from tideforge.engine.client import EngineClient
 from tideforge.engine.evaluate import ServiceConfig
 from tideforge.engine.events import read_events
+from tideforge.engine.guard import start_detached
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.incumbent import incumbent_folder
 from tideforge.tasks.machine import floor_figures, other_cpus, settings_for
 from tideforge.tasks.search.agent import AgentReport
-from tideforge.tasks.search.search import finalist
 from tideforge.tasks.store import Manifest, Run
 
 IDLE_EXIT_S = 120.0  # how long past its deadline an idle service waits for a flow that may have been killed
@@ -82,17 +83,22 @@ def _serves(client: EngineClient, run: Run) -> bool:
     probe = EngineClient(client.path, patience_s=0)
     try:
         return probe.status()["night"] == str(run.folder.resolve())
-    except Exception:  # noqa: BLE001  nobody there, or another night's: either way this night starts its own
+    except Exception:
         return False
 
 
 def _start(run: Run, config_path: Path) -> None:
     cpus = ",".join(map(str, other_cpus()))
-    with (run.folder / "service.log").open("ab") as log:
-        subprocess.Popen(
-            [sys.executable, "-m", "tideforge.engine.supervise", "--config", str(config_path.resolve()), "--cpus", cpus],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "tideforge.engine.supervise",
+        "--config",
+        str(config_path.resolve()),
+        "--cpus",
+        cpus,
+    ]
+    start_detached(command, run.folder / "service.log")
 
 
 def _note(run: Run, what: str, deadline: float) -> None:
@@ -143,7 +149,9 @@ def close_search(run: Run, endpoint: Endpoint, reports: Sequence[AgentReport]) -
         "finalist": best.forward if best else None,
         "finalist_trial": best.id if best else None,
         "incumbent": tuned["incumbent"],
+        "served": tuned["served"],
         "knobs": tuned["knobs"],
+        "bound": tuned["bound"],
         "searched_s": time.time() - started,
         "tuned_sha256": sha256_file(run.folder / "tuned.json"),
     }
