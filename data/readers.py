@@ -86,7 +86,10 @@ class Reading:
 
 def connect() -> duckdb.DuckDBPyConnection:
     """In memory, in UTC, never looking for extensions."""
-    settings = {"temp_directory": tempfile.gettempdir(), "autoinstall_known_extensions": "false"}
+    settings: dict[str, str | bool | int | float | list[str]] = {
+        "temp_directory": tempfile.gettempdir(),
+        "autoinstall_known_extensions": "false",
+    }
     db = duckdb.connect(":memory:", config=settings)
     db.execute("SET TimeZone = 'UTC'")
     return db
@@ -166,9 +169,9 @@ def scan_parquet(_: Format, path: Path, names: list[str]) -> tuple[str, list[obj
     return query, [str(path)]
 
 
-def scan_csv(_: Format, path: Path, names: list[str]) -> tuple[str, list[object]]:
+def scan_csv(chosen: Format, path: Path, names: list[str]) -> tuple[str, list[object]]:
     """Line by line, so that an open quote or a wrong number of fields breaks its own line and no other."""
-    fields = ", ".join(f"nullif(trim(fields[{place}]), '') AS \"{name}\"" for place, name in enumerate(names, 1))
+    fields = ", ".join(f'trim(fields[{names.index(name) + 1}]) AS "{name}"' for name in chosen.source)
     lines = (
         "SELECT line, row_number() OVER () - 2 AS row FROM read_csv(?, delim = '\x01', quote = '', escape = '', "
         "header = false, auto_detect = false, columns = {line: 'VARCHAR'})"

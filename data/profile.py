@@ -1,0 +1,223 @@
+"""Makes a profile of a traffic log with DuckDB. The queries are files in data/sql/.
+
+Every aggregate is a count, an exact integer sum or a value that occurred, so threads and row order cannot change it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tideforge.data.files import whole
+from tideforge.data.logs import find_logs
+from tideforge.data.profile_records import (
+    Arrivals,
+    Concurrency,
+    Group,
+    Lengths,
+    Prefixes,
+    Profile,
+    bin_edges,
+)
+from tideforge.data.readers import connect, read_logs
+from tideforge.errors import UserError
+
+PROBABILITIES = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999)
+NAMES = tuple(f"p{100 * probability:g}" for probability in PROBABILITIES)
+PREFILL_US_PER_TOKEN, DECODE_US_PER_TOKEN = 250, 30_000
+RULE = (
+    f"a request without a latency is taken to last {PREFILL_US_PER_TOKEN / 1000:g} ms a prompt token "
+    f"and {DECODE_US_PER_TOKEN / 1000:g} ms an output token"
+)
+MINUTE_US = 60_000_000
+
+
+def profile_logs(patterns: Sequence[str], last_hours: float | None = None) -> Profile:
+    """Profile of the logs that `patterns` name, or of the last hours before their newest arrival.
+
+    Bad rows are left out and not reported: `tideforge ingest` does that.
+    """
+    reading = read_logs(find_logs(patterns))
+    if last_hours is not None:
+        keep_last(reading.db, last_hours)
+    return make_profile(reading.db)
+
+
+def open_requests(path: Path) -> duckdb.DuckDBPyConnection:
+    """A connection whose table `requests` is a file that ingest wrote."""
+    db = connect()
+    db.execute("CREATE TABLE requests AS SELECT * FROM read_parquet(?)", [str(path)])
+    return db
+
+
+def keep_last(db: duckdb.DuckDBPyConnection, hours: float) -> None:
+    db.execute(
+        "DELETE FROM requests WHERE epoch_us(arrival) < (SELECT max(epoch_us(arrival)) FROM requests) - ?",
+        [round(hours * 60 * MINUTE_US)],
+    )
+
+
+def make_profile(db: duckdb.DuckDBPyConnection) -> Profile:
+    """Profile of the table `requests`; UserError when it has no rows."""
+    totals = ask(db, "totals")[0]
+    if not totals["requests"]:
+        raise UserError("traffic log", "has no good rows", "see the reasons with `tideforge ingest`")
+    span_s = (totals["last_us"] - totals["first_us"]) / 1e6
+    lengths = {row["kind"]: lengths_of(row, totals["requests"]) for row in ask(db, "lengths", probabilities())}
+    cells = joint_of(db)
+    first = db.execute("SELECT strftime(min(arrival), '%Y-%m-%dT%H:%M:%S.%fZ') FROM requests").fetchall()[0][0]
+    return Profile(
+        requests=totals["requests"],
+        first_arrival=first,
+        span_s=span_s,
+        prompt=lengths["prompt"],
+        output=lengths["output"],
+        context=lengths["context"],
+        joint=tuple(cells["all", ""]),
+        arrivals=arrivals_of(db, totals["requests"], span_s),
+        concurrency=concurrency_of(db, totals["with_latency"]),
+        timings={row["kind"]: dict(zip(NAMES, row["quantiles"], strict=True)) for row in timings(db)},
+        regions=groups_of(db, "region", cells),
+        models=groups_of(db, "model", cells),
+        hours=groups_of(db, "hour", cells),
+        prefixes=prefixes_of(db),
+        tenants=ask(db, "prefixes")[0]["tenants"],
+    )
+
+
+def ask(db: duckdb.DuckDBPyConnection, name: str, values: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    """Rows of data/sql/<name>.sql as dictionaries."""
+    query = (resources.files("tideforge.data") / "sql" / f"{name}.sql").read_text()
+    result = db.execute(query, values) if values else db.execute(query)
+    columns = [column[0] for column in result.description or ()]
+    return [dict(zip(columns, row, strict=True)) for row in result.fetchall()]
+
+
+def probabilities() -> dict[str, Any]:
+    return {"probabilities": list(PROBABILITIES)}
+
+
+def timings(db: duckdb.DuckDBPyConnection) -> list[dict[str, Any]]:
+    return ask(db, "timings", probabilities())
+
+
+def lengths_of(row: dict[str, Any], requests: int) -> Lengths:
+    quantiles = dict(zip(NAMES, row["quantiles"], strict=True))
+    return Lengths(least=row["least"], most=row["most"], mean=row["total"] / requests, quantiles=quantiles)
+
+
+def joint_of(db: duckdb.DuckDBPyConnection) -> dict[tuple[str, str], list[tuple[int, int, int]]]:
+    cells: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
+    for row in ask(db, "joint"):
+        cell = (row["prompt_bin"], row["output_bin"], row["requests"])
+        cells.setdefault((row["by_kind"], row["by_value"]), []).append(cell)
+    return cells
+
+
+def groups_of(db: duckdb.DuckDBPyConnection, kind: str, cells: dict[tuple[str, str], Any]) -> dict[str, Group]:
+    groups = {}
+    for row in ask(db, "groups"):
+        if row.pop("by_kind") == kind:
+            value = row.pop("by_value")
+            groups[value] = Group(**row, joint=tuple(cells.get((kind, value), ())))
+    return groups
+
+
+def arrivals_of(db: duckdb.DuckDBPyConnection, requests: int, span_s: float) -> Arrivals:
+    counts = sorted(row["requests"] for row in ask(db, "arrivals"))
+    mean = requests / len(counts)
+    variance = (
+        (sum(count * count for count in counts) - requests * mean) / (len(counts) - 1) if len(counts) > 1 else None
+    )
+    gaps = ask(db, "gaps")[0]
+    number, total, squares = gaps["gaps"], int(gaps["total"] or 0), int(gaps["squares"] or 0)
+    spread = (number * squares - total * total) / number**2 if number else 0.0
+    return Arrivals(
+        mean_per_s=requests / span_s if span_s else float(requests),
+        per_minute={
+            "p50": ranked(counts, 0.5), "p90": ranked(counts, 0.9), "p99": ranked(counts, 0.99), "most": counts[-1],
+        },
+        dispersion=None if variance is None else variance / mean,
+        gap_cv=math.sqrt(spread) * number / total if total else None,
+    )  # fmt: skip
+
+
+def ranked(ordered: Sequence[int], probability: float) -> int:
+    return ordered[min(len(ordered) - 1, math.ceil(probability * len(ordered)) - 1)]
+
+
+def concurrency_rows(db: duckdb.DuckDBPyConnection) -> list[dict[str, Any]]:
+    rates = {"prefill_us_per_token": PREFILL_US_PER_TOKEN, "decode_us_per_token": DECODE_US_PER_TOKEN}
+    return ask(db, "concurrency", rates)
+
+
+def concurrency_of(db: duckdb.DuckDBPyConnection, measured: int) -> Concurrency:
+    held: dict[int, int] = {}
+    for row in concurrency_rows(db):
+        held[row["level"]] = held.get(row["level"], 0) + row["held_us"]
+    whole_us = sum(held.values())
+
+    def level(probability: float) -> int:
+        passed = 0
+        for value in sorted(held):
+            passed += held[value]
+            if passed >= probability * whole_us:
+                return value
+        return 0  # nothing lasted any time: every latency in the log is zero
+
+    mean = sum(value * length for value, length in held.items()) / whole_us if whole_us else 0.0
+    return Concurrency(
+        mean=mean, p50=level(0.5), p90=level(0.9), p99=level(0.99), most=max(held, default=0),
+        measured_requests=measured, rule=RULE,
+    )  # fmt: skip
+
+
+def prefixes_of(db: duckdb.DuckDBPyConnection) -> Prefixes:
+    row = ask(db, "prefixes")[0]
+    return Prefixes(
+        cached_share=row["cached_tokens"] / row["prompt_tokens"] if row["prompt_tokens"] else None,
+        repeated_share=1 - row["distinct_blocks"] / row["blocks"] if row["blocks"] else None,
+    )
+
+
+HISTOGRAMS_SCHEMA = pa.schema(
+    [
+        pa.field("histogram", pa.string()),  # joint | context | arrivals_per_minute | concurrency_us
+        pa.field("by_kind", pa.string()),  # all | region | model
+        pa.field("by_value", pa.string()),
+        pa.field("x_low", pa.int64()),  # least prompt or context length of the bin, or the minute
+        pa.field("x_high", pa.int64()),  # first above it
+        pa.field("y_low", pa.int64()),  # least output length of the bin, or the number in flight
+        pa.field("y_high", pa.int64()),
+        pa.field("weight", pa.int64()),  # requests, or microseconds
+    ]
+)
+
+
+def write_histograms(db: duckdb.DuckDBPyConnection, target: Path) -> None:
+    """All histograms of the table `requests` as one long Parquet table."""
+    rows: list[tuple[Any, ...]] = []
+    for row in ask(db, "joint"):
+        x, y = bin_edges(row["prompt_bin"]), bin_edges(row["output_bin"])
+        rows.append(("joint", row["by_kind"], row["by_value"], *x, *y, row["requests"]))
+    for row in ask(db, "context"):
+        rows.append(("context", "all", "", *bin_edges(row["context_bin"]), None, None, row["requests"]))
+    for row in ask(db, "arrivals"):
+        minute = row["minute"]
+        rows.append(("arrivals_per_minute", "all", "", minute, minute + 1, None, None, row["requests"]))
+    for row in concurrency_rows(db):
+        minute, level = row["minute"], row["level"]
+        rows.append(("concurrency_us", "all", "", minute, minute + 1, level, level + 1, row["held_us"]))
+    columns = [
+        pa.array(column, type=field.type)
+        for column, field in zip(zip(*rows, strict=True), HISTOGRAMS_SCHEMA, strict=True)
+    ]
+    with whole(target) as temporary:
+        pq.write_table(pa.table(columns, schema=HISTOGRAMS_SCHEMA), temporary, compression="zstd")

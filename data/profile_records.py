@@ -1,0 +1,119 @@
+"""A profile as a record: the distributions of a traffic log that decide what to tune for. Aggregates only, no text.
+
+Joint histograms are lists of (prompt bin, output bin, requests); bin k holds the lengths n with floor(4 log2 n) = k.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tideforge.data.files import canonical_json, sha256_bytes
+from tideforge.errors import UserError
+
+VERSION = 1
+BINS_PER_OCTAVE = 4
+Cells = tuple[tuple[int, int, int], ...]
+
+
+def bin_edges(index: int) -> tuple[int, int]:
+    """Least length in a bin and least length above it."""
+    return math.ceil(2 ** (index / BINS_PER_OCTAVE)), math.ceil(2 ** ((index + 1) / BINS_PER_OCTAVE))
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Lengths(Record):
+    """Tokens of a request. Keys of `quantiles` are p1, p50, p99.9 ...; a quantile is a value that occurred."""
+
+    least: int
+    most: int
+    mean: float
+    quantiles: dict[str, int]
+
+
+class Group(Record):
+    requests: int
+    prompt_p50: int
+    prompt_p90: int
+    output_p50: int
+    output_p90: int
+    joint: Cells = ()  # empty for hours
+
+
+class Arrivals(Record):
+    mean_per_s: float
+    per_minute: dict[str, int] = Field(description="p50, p90, p99 and most over the minutes of the log")
+    dispersion: float | None = Field(description="variance / mean of requests a minute; 1 for a Poisson process")
+    gap_cv: float | None = Field(description="standard deviation / mean of the gaps between arrivals; 1 for Poisson")
+
+
+class Concurrency(Record):
+    """Requests in flight together, weighted by time."""
+
+    mean: float
+    p50: int
+    p90: int
+    p99: int
+    most: int
+    measured_requests: int = Field(description="requests whose latency the log has; the others follow `rule`")
+    rule: str
+
+
+class Prefixes(Record):
+    cached_share: float | None = Field(description="prompt tokens that the log says came from a prefix cache")
+    repeated_share: float | None = Field(description="prompt blocks that had occurred before in the log")
+
+
+class Profile(Record):
+    version: int = VERSION
+    bins_per_octave: int = BINS_PER_OCTAVE
+    requests: int
+    first_arrival: str
+    span_s: float
+    prompt: Lengths
+    output: Lengths
+    context: Lengths
+    joint: Cells
+    arrivals: Arrivals
+    concurrency: Concurrency
+    timings: dict[str, dict[str, float]]
+    regions: dict[str, Group]
+    models: dict[str, Group]
+    hours: dict[str, Group]
+    prefixes: Prefixes
+    tenants: int
+
+    def to_json(self) -> bytes:
+        return canonical_json(self.model_dump(mode="json"))
+
+    @property
+    def sha256(self) -> str:
+        """Over the content alone: neither paths nor the time of the run are in it."""
+        return sha256_bytes(self.to_json())
+
+    @classmethod
+    def from_json(cls, raw: bytes | str, name: str = "profile") -> Profile:
+        """UserError when it is no profile or one of another version."""
+        try:
+            value: Any = json.loads(raw)
+            version = value["version"]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(name, "is not a profile", "make it with `tideforge profile`") from None
+        if version != VERSION:
+            raise UserError(name, f"is a profile of version {version}", f"make it again: this reads version {VERSION}")
+        try:
+            return cls.model_validate(value)
+        except ValidationError as error:
+            field = ".".join(str(part) for part in error.errors()[0]["loc"])
+            raise UserError(f"{name}: {field}", error.errors()[0]["msg"], "make it with `tideforge profile`") from None
+
+    @classmethod
+    def read(cls, path: Path) -> Profile:
+        return cls.from_json(path.read_bytes(), str(path))
