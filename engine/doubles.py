@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from tideforge.engine.bpe import byte_alphabet, tokenizer_json
+
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 64, 4, 2, 16, 320
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 PAIRS = "thheineranreonatenndtiesorteofedisitalarsttontngsehaasouiolevecomedehi"  # two letters a merge
@@ -99,30 +101,10 @@ def _write(folder: Path, config: Mapping[str, Any], weights: dict[str, np.ndarra
 
 def byte_tokenizer() -> dict[str, Any]:
     """tokenizer.json of 320 entries: three special tokens, 256 bytes, 61 merges. Every text survives a round trip."""
-    alphabet = _byte_alphabet()
+    alphabet = byte_alphabet()
     merges = [[alphabet[ord(" ")], letter] for letter in "abcdefghijklmnopqrstuvwxyz"]
     merges += [[PAIRS[i], PAIRS[i + 1]] for i in range(0, len(PAIRS), 2)]
     entries = [*SPECIALS, *alphabet, *(a + b for a, b in merges)]
     assert len(entries) == len(set(entries)) == VOCAB
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    return {
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
-        "added_tokens": [{"id": i, "content": token, **flags} for i, token in enumerate(SPECIALS)],
-        "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level,
-        "model": {
-            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
-            "vocab": {token: i for i, token in enumerate(entries)}, "merges": merges,
-        },
-    }  # fmt: skip
-
-
-def _byte_alphabet() -> list[str]:
-    """The character that stands for each byte in byte-level BPE: itself if printable, else the next from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    alphabet, spare = [], 0x100
-    for byte in range(256):
-        alphabet.append(chr(byte if byte in printable else spare))
-        spare += byte not in printable
-    return alphabet
+    vocab = {token: i for i, token in enumerate(entries)}
+    return tokenizer_json(vocab, merges, {token: vocab[token] for token in SPECIALS})
