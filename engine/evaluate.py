@@ -95,7 +95,7 @@ class Bench:
         self.layers = range(self.lab.config.num_hidden_layers)
         self.workload = Workload.read(config.workload)
         self.corpus = self.workload.corpus[: len(self.workload.corpus) // 2]
-        self.reference = Reference.start(config.settings.model, config.settings.state)
+        self.reference = Reference.start(config.settings.model)
         self.bound = config.bound if config.bound is not None else self.reference.bound(config.settings.dtype)
         self.arenas = {name: self.lab.arena(f"search-{name}") for name in ("incumbent", "candidate")}
         self.step_timeout_s = 60.0

@@ -22,8 +22,9 @@ from tideforge.engine.config import ModelConfig, Settings
 from tideforge.engine.events import log_event
 from tideforge.engine.executor import RemoteExecutor
 from tideforge.engine.forward import Forward
+from tideforge.engine.guard import has_ended, start_detached
 from tideforge.engine.memory import Arena
-from tideforge.errors import ProtocolError, UserError
+from tideforge.errors import CandidateError, ProtocolError, UserError
 
 START_TIMEOUT_S = 120.0
 
@@ -102,7 +103,11 @@ class Lab:
     def spawn(self, forward: Forward, arena: Arena, layers: range | None = None, timeout_s: float = 60) -> RemoteExecutor:
         """A fresh worker that runs `forward`. Raises CandidateError with the outcome when it does not get that far."""
         worker = self.spare(arena)
-        self.stage(worker, forward, layers, timeout_s)
+        try:
+            self.stage(worker, forward, layers, timeout_s)
+        except CandidateError:
+            self.release(worker)
+            raise
         return worker
 
     def stage(self, worker: RemoteExecutor, forward: Forward, layers: range | None = None, timeout_s: float = 60) -> float:
@@ -147,6 +152,7 @@ def connect_keeper(settings: Settings) -> socket.socket:
     status = protocol.call(sock, {"type": "status"}, START_TIMEOUT_S).header
     held = (Path(status["model"]), status["dtype"])
     if held != (settings.model.resolve(), settings.dtype):
+        sock.close()
         raise UserError(str(path), f"its keeper holds {held[0]} as {held[1]}", "use another state folder, or stop it first")
     return sock
 
@@ -162,22 +168,20 @@ def _connect(path: Path) -> socket.socket | None:
 
 
 def _start_keeper(settings: Settings, path: Path) -> socket.socket:
-    logs = settings.state / "logs"
-    logs.mkdir(exist_ok=True)
+    log = settings.state / "logs" / "keeper.log"
     command = [
         sys.executable, "-m", "tideforge.engine.keeper", "--model", str(settings.model.resolve()),
         "--dtype", settings.dtype, "--state", str(settings.state.resolve()),
     ]  # fmt: skip
-    with (logs / "keeper.log").open("ab") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+    pid = start_detached(command, log)
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise ProtocolError(f"the keeper ended with code {process.returncode}; see {logs / 'keeper.log'}")
         if (sock := _connect(path)) is not None:
             return sock
+        if has_ended(pid):
+            raise ProtocolError(f"the keeper ended while starting; see {log}")
         time.sleep(0.05)
-    raise ProtocolError(f"the keeper was not ready within {START_TIMEOUT_S:g} s; see {logs / 'keeper.log'}")
+    raise ProtocolError(f"the keeper was not ready within {START_TIMEOUT_S:g} s; see {log}")
 
 
 def keeper_status(state: Path) -> dict[str, Any] | None:

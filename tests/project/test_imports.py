@@ -24,7 +24,7 @@ ONLY_IN = {
     "prefect": ("flows/", "tasks/forms.py", "tasks/stack.py"),
     "mlflow": ("tasks/track.py",),
     "duckdb": ("data/", "tasks/"),
-    "cryptography": ("engine/release.py",),
+    "cryptography": ("engine/keys.py",),
     "openai": ("tasks/search/",),
     "anthropic": ("tasks/search/",),
 }

@@ -1,0 +1,216 @@
+"""The node: one finalist, chosen on the search part, against held-out requests in freshly started workers.
+
+Gates and timed blocks run in random order in the same workers, so that a candidate cannot tell one from the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tideforge.data.workload import Workload
+from tideforge.engine import check, measure
+from tideforge.engine.config import Settings
+from tideforge.engine.evaluate import environment, new_core
+from tideforge.engine.events import log_event
+from tideforge.engine.executor import RemoteExecutor
+from tideforge.engine.forward import Forward
+from tideforge.engine.lab import Lab
+from tideforge.engine.reference import Reference
+from tideforge.errors import CandidateError, UserError
+from tideforge.tasks.endpoint import Endpoint
+from tideforge.tasks.machine import settings_for
+from tideforge.tasks.store import Manifest, Run
+from tideforge.tasks.verify.gates import GATES, Caught
+from tideforge.tasks.verify.probe import POISON, Probe
+
+STEP_TIMEOUT_S = 60.0
+CHECKED_ANSWERS = 2  # of every timed block, besides the gates
+
+
+@dataclasses.dataclass(frozen=True)
+class GateResult:
+    name: str
+    passed: bool
+    evidence: str
+    seconds: float
+    figures: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What verification says of one forward. `pairs` are output tokens/s of incumbent and candidate on held-out requests."""
+
+    forward: str
+    incumbent: str
+    gates: tuple[GateResult, ...]
+    pairs: tuple[tuple[float, float], ...]
+    ratio: float
+    ci_low: float
+    ci_high: float
+    ttft_ms: float
+    tps_per_user_p50: float
+    tps_per_user_p90: float
+    bound: float
+    weights_sha256: str
+    environment: dict[str, Any]
+
+    @property
+    def passed(self) -> bool:
+        """All gates passed, all of them ran, and the gain's lower bound is above 1."""
+        return all(gate.passed for gate in self.gates) and {gate.name for gate in self.gates} >= set(GATES) and self.ci_low > 1
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "passed": self.passed}
+
+
+class Trialled:
+    """Both workers of one verification, side by side, until closed."""
+
+    def __init__(self, settings: Settings, events: Any, incumbent: Forward, candidate: Forward, workload: Workload, bound: float) -> None:
+        self.lab = Lab(settings, events)
+        self.incumbent, self.candidate, self.workload, self.bound = incumbent, candidate, workload, bound
+        self.corpus = workload.corpus[len(workload.corpus) // 2 :]
+        self.layers = range(self.lab.config.num_hidden_layers)
+        self.settings = settings.with_knobs(incumbent.knobs)
+        self.reference = Reference.start(settings.model)
+        self.arena = self.lab.arena("verify-candidate")
+        self.arena.fill(POISON)
+        self.a = self._worker(incumbent, self.lab.arena("verify-incumbent"))
+        self.b = self._worker(candidate, self.arena)
+        self.blocks: list[tuple[measure.Block, measure.Block]] = []
+
+    def _worker(self, forward: Forward, arena: Any) -> RemoteExecutor:
+        worker = self.lab.spawn(forward, arena)
+        worker.step_timeout_s = STEP_TIMEOUT_S
+        return worker
+
+    def close(self) -> None:
+        self.reference.close()
+        self.lab.close()
+
+    def probe(self) -> Probe:
+        return Probe(
+            self.candidate.id, self.b, self.arena, self.reference, self.settings.limits, self.layers, self.bound, self.corpus,
+            lambda: secrets.randbits(63),
+        )  # fmt: skip
+
+    def warm(self) -> None:
+        """One short replay on each side: the first pass of a process packs, allocates and faults pages in."""
+        shapes = [dataclasses.replace(shape, output_tokens=2) for shape in self.workload.held_out]
+        self._pair(shapes)
+
+    def timed_pair(self) -> None:
+        with self.lab.clock():
+            pair = self._pair(self.workload.held_out, turned=len(self.blocks) % 2 == 1)
+        self.blocks.append(pair)
+        answers = secrets.SystemRandom().sample(pair[1].answers, min(CHECKED_ANSWERS, len(pair[1].answers)))
+        check.require_right(self.reference, answers, self.layers, self.bound)
+
+    def _pair(self, shapes: Any, turned: bool = False) -> tuple[measure.Block, measure.Block]:
+        prompts = measure.draw_prompts(shapes, self.corpus, secrets.randbits(64))
+        sides = [(self.incumbent.id, self.a), (self.candidate.id, self.b)]
+        blocks = {}
+        for forward, worker in reversed(sides) if turned else sides:
+            side = measure.Side.of(forward, new_core(self.settings), worker)
+            blocks[worker.pid] = measure.run_block(side.core, forward, shapes, prompts, self.workload.users)
+        return blocks[self.a.pid], blocks[self.b.pid]
+
+
+def run_gate(name: str, probe: Probe) -> GateResult:
+    """A gate's result; a candidate that fails outright under a gate has failed that gate."""
+    begin = time.perf_counter()
+    try:
+        figures, evidence, passed = GATES[name](probe), "", True
+    except Caught as caught:
+        figures, evidence, passed = {}, str(caught), False
+    except CandidateError as error:
+        figures, evidence, passed = {}, f"{error.outcome}: {error.message}", False
+    return GateResult(name, passed, evidence, time.perf_counter() - begin, figures)
+
+
+def examine(
+    settings: Settings, events: Any, incumbent: Forward, candidate: Forward, workload: Workload, bound: float, pairs: int,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Verdict:
+    """All gates and `pairs` timed pairs, in random order. Never raises for what the candidate did."""
+    with contextlib.closing(Trialled(settings, events, incumbent, candidate, workload, bound)) as trialled:
+        gates: list[GateResult] = []
+        actions = [*GATES, *[""] * pairs]
+        random.Random(secrets.randbits(64)).shuffle(actions)
+        begin = time.perf_counter()
+        try:
+            trialled.warm()
+            for action in actions:
+                if action:
+                    gates.append(run_gate(action, trialled.probe()))
+                    progress(f"gate {action}: {'passed' if gates[-1].passed else gates[-1].evidence}")
+                else:
+                    trialled.timed_pair()
+                    progress(f"held-out pair {len(trialled.blocks)} of {pairs}")
+        except CandidateError as error:
+            gates.append(GateResult("answers", False, f"{error.outcome}: {error.message}", time.perf_counter() - begin, {}))
+        else:
+            figures = {"answers": CHECKED_ANSWERS * pairs, "bound": bound}
+            gates.append(GateResult("answers", True, "", time.perf_counter() - begin, figures))
+        return _verdict(trialled, gates)
+
+
+def _verdict(trialled: Trialled, gates: list[GateResult]) -> Verdict:
+    blocks = trialled.blocks
+    score = measure.ratio_of(blocks) if len(blocks) > 1 else measure.Interval(0.0, 0.0, 0.0, len(blocks))
+    ours = [b for _, b in blocks]
+    p50, p90 = measure.user_tps(ours) if ours else (0.0, 0.0)
+    ttft = measure.percentile([answer.ttft_s for b in ours for answer in b.answers], 0.5) if ours else 0.0
+    return Verdict(
+        forward=trialled.candidate.id, incumbent=trialled.incumbent.id,
+        gates=tuple(sorted(gates, key=lambda gate: gate.name)),
+        pairs=tuple((a.output_tps, b.output_tps) for a, b in blocks),
+        ratio=score.ratio, ci_low=score.low, ci_high=score.high,
+        ttft_ms=1e3 * ttft, tps_per_user_p50=p50, tps_per_user_p90=p90,
+        bound=trialled.bound, weights_sha256=trialled.lab.weights_sha256, environment=environment(),
+    )  # fmt: skip
+
+
+def verify(run: Run, endpoint: Endpoint) -> Manifest:
+    """verify.json: the verdict on the search's finalist, or that there is none."""
+    search = run.need("search")
+    inputs = {
+        "finalist": str(search.extra["finalist"]),
+        "incumbent": str(search.extra["incumbent"]),
+        "workload": run.need("workload").outputs["workload"].sha256,
+        "pairs": str(endpoint.budget.held_out_pairs),
+    }
+    if (done := run.done("verify", inputs)) is not None:
+        return done
+    started = time.time()
+    if search.extra["finalist"] is None:
+        extra = {"passed": False, "reason": "no candidate was faster than the incumbent beyond doubt", "forward": None}
+        return run.finish("verify", inputs, {}, extra, started=started)
+    forwards = endpoint.state / "forwards"
+    candidate = Forward.load(forwards / inputs["finalist"])
+    if candidate.id != inputs["finalist"]:
+        raise UserError(str(forwards / inputs["finalist"]), "its files do not hash to its name", "run the search again")
+    verdict = examine(
+        settings_for(endpoint), run.folder, Forward.load(forwards / inputs["incumbent"]), candidate,
+        Workload.read(run.path(run.need("workload"), "workload")), float(search.extra["bound"]),
+        endpoint.budget.held_out_pairs, lambda line: log_event(run.folder, "verify", line=line),
+    )  # fmt: skip
+    output = run.write_json("verdict", verdict.to_dict())
+    extra = {"passed": verdict.passed, "forward": verdict.forward, "reason": reason(verdict)}
+    return run.finish("verify", inputs, {"verdict": output}, extra, started=started)
+
+
+def reason(verdict: Verdict) -> str:
+    """One line: why it may ship or why not."""
+    failed = [f"{gate.name}: {gate.evidence}" for gate in verdict.gates if not gate.passed]
+    if failed:
+        return "failed " + "; ".join(failed)
+    if verdict.ci_low <= 1:
+        return f"the gain on held-out requests is not beyond doubt: {verdict.ratio:.3f} [{verdict.ci_low:.3f}, {verdict.ci_high:.3f}]"
+    return f"all gates passed, {verdict.ratio:.3f} [{verdict.ci_low:.3f}, {verdict.ci_high:.3f}] on {len(verdict.pairs)} held-out pairs"
