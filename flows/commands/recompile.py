@@ -1,0 +1,136 @@
+"""`tideforge recompile` and `tideforge watch`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from tideforge.tasks.endpoint import Endpoint
+
+FILE = click.option(
+    "--endpoint", "endpoint_file", type=click.Path(path_type=Path), required=True, help="endpoint file (YAML)"
+)
+LOCAL = click.option("--local", is_flag=True, help="in this process, not through the deployment")
+
+
+@click.command()
+@FILE
+@click.option("--run", "run_id", help="resume this run: nodes that have finished are not run again")
+@click.option("--reason", default="by hand", show_default=True, help="kept in the run's record")
+@LOCAL
+def recompile(endpoint_file: Path, run_id: str | None, reason: str, local: bool) -> None:
+    """Run the whole night for an endpoint: from the traffic log to a release that a person has approved.
+
+    Where a Prefect server is up (`tideforge up`, or PREFECT_API_URL), the night runs through the deployment: it leaves
+    this machine's attention and waits for approval, suspended. Otherwise, and with --local, it runs in this process
+    and waits here until `tideforge approve RUN` or `reject RUN` is called in another terminal.
+
+    A night that was killed goes on with the same --run. It ends without shipping when no candidate is faster beyond
+    doubt or verification fails; `tideforge report RUN` says which.
+
+    \b
+    tideforge recompile --endpoint deployments/endpoints/smollm2-cpu.yaml
+    tideforge recompile --endpoint my.yaml --local --run 20261130-020000-1f2e
+    """
+    from tideforge.tasks.endpoint import Endpoint
+
+    endpoint = Endpoint.load(endpoint_file)
+    api = reachable(endpoint, local)
+    if endpoint.tracking_uri:
+        from tideforge.tasks.night import check_mlflow
+
+        check_mlflow(endpoint.tracking_uri)
+    if run_id is None:
+        from tideforge.tasks.night import new_run_id
+
+        run_id = new_run_id()
+    click.echo(f"run {run_id}", err=True)
+    if local or api is None:
+        _here(endpoint_file, run_id, reason)
+    else:
+        _deployed(api, endpoint_file, endpoint, run_id, reason)
+
+
+def reachable(endpoint: Endpoint, local: bool = False) -> str | None:
+    """URL of the Prefect API to use, None for one of this process's own. UserError when one is named but does not answer."""
+    from tideforge.tasks import stack
+    from tideforge.tasks.night import check_prefect
+
+    named = os.environ.get("PREFECT_API_URL")
+    running = stack.use(endpoint.state)
+    if named:
+        os.environ["PREFECT_API_URL"] = named
+    api = named or (running.prefect_api if running else None)
+    if api is None:
+        return None
+    if local and not named:
+        from contextlib import suppress
+
+        from tideforge.errors import UserError
+
+        with suppress(UserError):  # a stack that is down: a local run brings its own Prefect
+            check_prefect(api)
+            return api
+        os.environ.pop("PREFECT_API_URL", None)
+        return None
+    check_prefect(api)
+    return api
+
+
+def _here(endpoint_file: Path, run_id: str, reason: str) -> None:
+    from tideforge.flows.recompile import recompile as night
+
+    result = night(str(endpoint_file), run_id, reason, "wait")
+    click.echo(json.dumps(result["extra"], sort_keys=True))
+
+
+def _deployed(api: str, endpoint_file: Path, endpoint: Endpoint, run_id: str, reason: str) -> None:
+    from tideforge.errors import TideforgeError
+    from tideforge.flows import follow
+
+    parameters = {"endpoint": str(endpoint_file.resolve()), "run": run_id, "reason": reason, "approve": "form"}
+    flow_run = follow.start(api, follow.NIGHTLY, parameters)
+    click.echo(f"Prefect: {follow.link(api.removesuffix('/api'), flow_run)}", err=True)
+    state = follow.follow(
+        api,
+        flow_run,
+        endpoint,
+        lambda line: click.echo(line, err=True),
+        until=(*follow.FINAL, "PAUSED"),
+        timeout_s=24 * 3600,
+    )
+    if state["type"] == "PAUSED":
+        click.echo(f"run {run_id} waits for approval: tideforge approve {run_id}")
+    elif state["type"] == "COMPLETED":
+        click.echo(f"run {run_id} ended: tideforge report {run_id}")
+    else:
+        raise TideforgeError(f"run {run_id} {state['name'].lower()}: {state['message']}")
+
+
+@click.command()
+@FILE
+@LOCAL
+def watch(endpoint_file: Path, local: bool) -> None:
+    """Look once whether traffic has drifted, and say so in <state>/drift/.
+
+    Only rows of the traffic log that are newer than the last profile count. Drift emits the Prefect event
+    tideforge.drift.detected; the automation in deployments/prefect.yaml starts a recompile from it.
+    """
+    from tideforge.flows import follow
+    from tideforge.tasks.endpoint import Endpoint
+
+    endpoint = Endpoint.load(endpoint_file)
+    api = reachable(endpoint, local)
+    if local or api is None:
+        from tideforge.tasks.drift import look
+
+        click.echo(json.dumps(look(endpoint), sort_keys=True))
+        return
+    flow_run = follow.start(api, follow.HOURLY, {"endpoint": str(endpoint_file.resolve())})
+    state = follow.follow(api, flow_run, endpoint, lambda line: click.echo(line, err=True), timeout_s=600)
+    click.echo(f"watch {state['name'].lower()}; decisions: {endpoint.state / 'drift'}")

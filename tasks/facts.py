@@ -1,0 +1,105 @@
+"""What a run folder says of its night: read by `track` and `report`, never written. Plain records."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import statistics
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tideforge.engine.outcome import Figures, Outcome, Trial
+from tideforge.tasks.store import Manifest, Run
+
+NODES = ("run", "ingest", "profile", "workload", "rank", "search", "verify", "track", "release", "approval", "ship")
+
+
+@dataclasses.dataclass(frozen=True)
+class Night:
+    """The facts of one night, with what the manifests name and nothing else."""
+
+    run: Run
+    manifests: Mapping[str, Manifest]
+    trials: tuple[Trial, ...]
+
+    @classmethod
+    def read(cls, run: Run) -> Night:
+        manifests = {node: manifest for node in NODES if (manifest := run.manifest(node)) is not None}
+        trials: tuple[Trial, ...] = ()
+        if "search" in manifests:
+            trials = tuple(_trial(raw) for raw in run.read_json(manifests["search"], "trials"))
+        return cls(run, manifests, trials)
+
+    def hashes(self) -> dict[str, str]:
+        """Hashes of every output up to the verdict: what `track` depends on."""
+        nodes = NODES[: NODES.index("track")]
+        return {
+            f"{node}.{name}": output.sha256
+            for node in nodes
+            if node in self.manifests
+            for name, output in self.manifests[node].outputs.items()
+        }
+
+    def extra(self, node: str) -> dict[str, Any]:
+        return dict(self.manifests[node].extra) if node in self.manifests else {}
+
+    @property
+    def started(self) -> dict[str, Any]:
+        return self.extra("run")
+
+    @property
+    def finalist(self) -> str | None:
+        return self.extra("search").get("finalist")
+
+    @property
+    def incumbent(self) -> str:
+        return str(self.extra("search").get("incumbent", ""))
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        counts = collections.Counter(str(trial.outcome) for trial in self.trials if trial.done)
+        return dict(sorted(counts.items()))
+
+    @property
+    def verdict(self) -> dict[str, Any] | None:
+        return self._output("verify", "verdict")
+
+    @property
+    def score(self) -> Figures | None:
+        """Held-out figures of the finalist, from the verdict's pairs; None when it was not timed."""
+        raw = self.verdict
+        if not raw or len(raw["pairs"]) < 2:
+            return None
+        incumbent, candidate = zip(*raw["pairs"], strict=True)
+        same = ("ratio", "ci_low", "ci_high", "ttft_ms", "tps_per_user_p50", "tps_per_user_p90")
+        return Figures(
+            pairs=len(raw["pairs"]),
+            candidate_tps=statistics.median(candidate),
+            incumbent_tps=statistics.median(incumbent),
+            **{name: float(raw[name]) for name in same},
+        )
+
+    def _output(self, node: str, name: str) -> dict[str, Any] | None:
+        manifest = self.manifests.get(node)
+        if manifest is None or name not in manifest.outputs:
+            return None
+        return dict(self.run.read_json(manifest, name))
+
+    def artifacts(self) -> Iterator[Path]:
+        """Files of the night that a person may want beside the figures; requests themselves stay where they are."""
+        for node, manifest in self.manifests.items():
+            if node not in ("ingest", "release", "approval"):
+                yield from (self.run.path(manifest, name) for name in manifest.outputs)
+
+
+def _trial(raw: Mapping[str, Any]) -> Trial:
+    figures = Figures(**raw["figures"]) if raw.get("figures") else None
+    outcome = Outcome(raw["outcome"]) if raw.get("outcome") else None
+    return Trial(**{**raw, "outcome": outcome, "figures": figures})
+
+
+def forward_folder(run: Run, forward: str) -> Path | None:
+    """Where the files of a forward lie: the run's own archive first, then the endpoint's."""
+    roots = (run.folder / "forwards", run.folder / "engine" / "forwards", run.folder.parent.parent / "forwards")
+    return next((root / forward for root in roots if forward and (root / forward).is_dir()), None)
