@@ -13,14 +13,23 @@ from prefect import get_run_logger, runtime, task
 from prefect.cache_policies import NO_CACHE
 from prefect.flow_runs import suspend_flow_run
 from prefect.input import RunInput
+from pydantic import Field
 
 from tideforge.errors import Refused, TideforgeError
 from tideforge.flows.handles import Handle, handle, opened
-from tideforge.tasks.approve import ApprovalForm, record_decision
 
 Approval = Literal["form", "wait"]
 ATTEMPTS = 20  # refused codes that a run endures before it gives up
 POLL_S = 1.0
+
+
+class ApprovalForm(RunInput):
+    """What Prefect's UI asks for. Bool and text fields only: they work in both of its versions."""
+
+    approve: bool = Field(default=False, description="off: reject this release")
+    code: str = Field(default="", description="one-time code that `tideforge code RUN` prints: it is the signature")
+    who: str = Field(default="", description="your name")
+    why: str = Field(default="", description="a sentence for the record")
 
 
 @task(cache_policy=NO_CACHE)
@@ -34,9 +43,10 @@ def decided(night: Handle) -> Handle | None:
 @task(cache_policy=NO_CACHE)
 def decide(night: Handle, form: dict[str, Any]) -> str:
     """Writes approval.json when the code signs this release and this decision; otherwise says why not."""
-    run, _ = opened(night)
+    from tideforge.tasks.approve import decide as check
+
     try:
-        record_decision(run, form)
+        check(*opened(night), **form)
     except Refused as refusal:
         return str(refusal)
     return ""
@@ -74,14 +84,15 @@ def approval(night: Handle, release: Handle, mode: Approval) -> Handle:
 
 
 def _form(night: Handle) -> Handle:
+    from tideforge.tasks.approve import describe
+
     run, endpoint = opened(night)
-    described = run.path(run.need("release"), "form").read_text()
-    form_type = RunInput.subclass_from_base_model_type(ApprovalForm)
+    described = describe(run, endpoint)
     refusal = ""
     for attempt in range(ATTEMPTS):
         text = (f"**Refused: {refusal}**\n\n" if refusal else "") + described
         form = suspend_flow_run(
-            wait_for_input=form_type.with_initial_data(description=text),
+            wait_for_input=ApprovalForm.with_initial_data(description=text),
             timeout=int(endpoint.approval_hours * 3600),
             key=f"approval-{attempt}",
         )
