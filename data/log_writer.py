@@ -13,10 +13,14 @@ import logging
 import os
 import queue
 import threading
-import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tideforge.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 log = logging.getLogger(__name__)
 
@@ -62,15 +66,21 @@ class TrafficLog:
         self.written = 0
         self._queue: queue.Queue[RequestRow] = queue.Queue(maxsize=most_waiting)
         self._wake = threading.Event()
-        self._closing = False
+        self._closing = threading.Event()
         self._lock = threading.Lock()
         self._waiting: list[RequestRow] = []
         self._files = 0
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(str(folder), f"cannot be made ({error.strerror})", "mend the endpoint's `state`") from None
         self._thread = threading.Thread(target=self._run, name="traffic-log", daemon=True)
         self._thread.start()
 
-    def record(self, row: RequestRow) -> None:
+    def record(self, row: RequestRow | Mapping[str, Any]) -> None:
+        """Takes one finished request; a mapping has the fields of RequestRow. Text is dropped unless it is kept."""
+        if not isinstance(row, RequestRow):
+            row = RequestRow(**row)
         if not self.keep_text:
             row = dataclasses.replace(row, prompt_text=None, output_text=None)
         try:
@@ -90,20 +100,20 @@ class TrafficLog:
 
     def close(self) -> None:
         """Stops the writer and writes the rest; again is harmless. UserError when the rest cannot be written."""
-        self._closing = True
+        self._closing.set()
         self._wake.set()
         self._thread.join()
         self.flush()
 
     def _run(self) -> None:
-        while not self._closing:
+        while not self._closing.is_set():
             self._wake.wait(self.seconds_per_file)
             self._wake.clear()
             try:
                 self.flush()
             except (UserError, OSError) as error:
                 log.warning("traffic log: %s; %d rows wait", error, len(self._waiting))
-                time.sleep(min(1.0, self.seconds_per_file))
+                self._closing.wait(min(1.0, self.seconds_per_file))
 
     def _drain(self) -> None:
         """Moves rows from the queue to `_waiting` as far as the bound allows; the queue is bounded itself."""
@@ -115,20 +125,30 @@ class TrafficLog:
 
     def _write(self, rows: list[RequestRow]) -> None:
         # Imported here so that the record can be used where pyarrow is not installed.
-        import pyarrow as pa
         import pyarrow.parquet as pq
 
         from tideforge.data.files import whole
-        from tideforge.data.schema import LOG_SCHEMA
 
-        names = LOG_SCHEMA.names if self.keep_text else [name for name in LOG_SCHEMA.names if "_text" not in name]
-        schema = pa.schema([LOG_SCHEMA.field(name) for name in names])
-        table = pa.table(
-            [pa.array([getattr(row, name) for row in rows], schema.field(name).type) for name in names], schema
-        )
+        try:
+            table = self._table(rows)
+        except (ValueError, TypeError, OverflowError) as error:  # pyarrow's, for a value that is not of its column
+            # One such row must not keep those behind it from the disk for ever.
+            self.dropped += len(rows)
+            log.error("traffic log: dropped %d rows: %s", len(rows), error)
+            return
         stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%f")
         target = self.folder / f"requests-{stamp}-{os.getpid()}-{self._files}.parquet"
         with whole(target) as temporary:
             pq.write_table(table, temporary, compression="zstd")
         self._files += 1
         self.written += len(rows)
+
+    def _table(self, rows: list[RequestRow]) -> pa.Table:
+        import pyarrow as pa
+
+        from tideforge.data.schema import LOG_SCHEMA, TEXT
+
+        names = [name for name in LOG_SCHEMA.names if self.keep_text or name not in TEXT]
+        schema = pa.schema([LOG_SCHEMA.field(name) for name in names])
+        columns = [pa.array([getattr(row, name) for row in rows], schema.field(name).type) for name in names]
+        return pa.table(columns, schema=schema)

@@ -86,9 +86,7 @@ def report_text(report: IngestReport) -> str:
 
 @click.command(epilog=LOGS_HELP)
 @click.argument("logs", nargs=-1)
-@click.option(
-    "--last-hours", type=click.FloatRange(min=0, min_open=True), help="Only so long before the newest arrival."
-)
+@click.option("--last-hours", type=click.FloatRange(min=0, min_open=True), help="Hours before the newest arrival.")
 @endpoint_option
 @run_option
 @json_option
@@ -181,9 +179,7 @@ def load_text(made: Profile) -> str:
         f"in flight: mean {flight.mean:.1f}, p50 {flight.p50}, p99 {flight.p99}, most {flight.most}",
     ]
     if arrivals.dispersion is not None and arrivals.gap_cv is not None:
-        lines.append(
-            f"burstiness: dispersion {arrivals.dispersion:.2f}, gap CV {arrivals.gap_cv:.2f} (Poisson: 1 and 1)"
-        )
+        lines.append(f"burstiness: dispersion {arrivals.dispersion:.2f}, gap CV {arrivals.gap_cv:.2f} (Poisson: 1, 1)")
     if flight.measured_requests < made.requests:
         lines.append(f"  {made.requests - flight.measured_requests} without a latency: {flight.rule}")
     return "\n".join(lines)
