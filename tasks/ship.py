@@ -1,0 +1,254 @@
+"""Node `ship`: the approved release goes to the running server; tokens/s before and after by flipping it A B B A.
+
+The server decides. What it accepted is written to <state>/releases/; what it refused is recorded with its reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tideforge.data.files import canonical_json, write_whole
+from tideforge.data.workload import Workload
+from tideforge.engine.release import Decision, Gain, Release, load_forward, read_approvers, sign, verify
+from tideforge.errors import Refused, UserError
+from tideforge.tasks import live
+from tideforge.tasks.approve import check_release, read_release, state_of
+from tideforge.tasks.endpoint import Endpoint
+from tideforge.tasks.store import Manifest, Run
+
+STREAMS = 8  # open at a flip, at least
+STREAM_TOKENS = 24
+ROLLBACK_S = 3600
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What the server gets while it is measured. `first` and `second` are drawn apart, so no prefix is cached twice."""
+
+    streams: tuple[live.Prompt, ...]
+    first: tuple[live.Prompt, ...]
+    second: tuple[live.Prompt, ...]
+    users: int
+
+    @classmethod
+    def of(cls, workload: Workload, model: str) -> Load:
+        draw = random.Random(workload.seed + 1)
+        held_out = workload.corpus[len(workload.corpus) // 2 :]
+
+        def prompt(count: int, max_tokens: int) -> live.Prompt:
+            start = draw.randrange(max(1, len(held_out) - count))
+            return live.Prompt(tuple(held_out[start : start + count]), max_tokens, model)
+
+        shapes = workload.held_out[: max(workload.users, 1)]
+        blocks = [tuple(prompt(shape.prompt_tokens, shape.output_tokens) for shape in shapes) for _ in range(2)]
+        streams = tuple(prompt(16, STREAM_TOKENS) for _ in range(STREAMS))
+        return cls(streams, blocks[0], blocks[1], workload.users)
+
+
+@dataclasses.dataclass
+class Record:
+    """What happened, as it happens."""
+
+    blocks: list[tuple[str, live.HttpFigures]] = dataclasses.field(default_factory=list)
+    flips: list[live.Flip] = dataclasses.field(default_factory=list)
+    wrong: list[str] = dataclasses.field(default_factory=list)
+
+    def tps(self, name: str) -> float | None:
+        of = [figures for which, figures in self.blocks if which == name]
+        return sum(one.tokens for one in of) / sum(one.seconds for one in of) if of else None
+
+    @property
+    def failed(self) -> int:
+        streams = sum(bool(one.problem) for flip in self.flips for one in flip.streams)
+        return sum(figures.failed for _, figures in self.blocks) + streams + len(self.wrong)
+
+    def to_json(self) -> dict[str, Any]:
+        flips = [{**dataclasses.asdict(flip), "open_streams": flip.open_streams} for flip in self.flips]
+        blocks = [{"forward": name, **dataclasses.asdict(figures)} for name, figures in self.blocks]
+        return {"blocks": blocks, "flips": flips, "wrong": self.wrong}
+
+
+def ship(run: Run, endpoint: Endpoint, moved: Callable[..., object] | None = None) -> Manifest:
+    """ship.json; extra: shipped (forward id or None), problem, http_tps_before, http_tps_after, failed_requests, ..."""
+    inputs = _inputs(run)
+    if done := run.done("ship", inputs):
+        return done
+    started = time.time()
+    try:
+        release, code, why = _approved(run)
+        workload = Workload.read(run.path(run.need("workload"), "workload"))
+        load = Load.of(workload, live.model_name(live.server_url(state_of(run))))
+        record = _ship_and_measure(run, release, code, why, load)
+    except Refused as refusal:
+        extra: dict[str, Any] = {"shipped": None, "problem": str(refusal), "failed_requests": 0}
+        return run.finish("ship", inputs, {}, extra, started)
+    (moved or _champion())(endpoint, "ship", release.forward, run)
+    extra = {
+        "shipped": release.forward,
+        "problem": "",
+        "http_tps_before": record.tps("incumbent"),
+        "http_tps_after": record.tps("forward"),
+        "failed_requests": record.failed,
+        "wrong_outputs": len(record.wrong),
+        "open_streams": min((flip.open_streams for flip in record.flips), default=0),
+        "checked_streams": sum(len(flip.streams) for flip in record.flips),
+    }
+    return run.finish("ship", inputs, {"live": run.write_json("live", record.to_json())}, extra, started)
+
+
+def _champion() -> Callable[..., object]:
+    from tideforge.tasks.track import moved
+
+    return moved
+
+
+def _inputs(run: Run) -> dict[str, str]:
+    manifests = {node: run.manifest(node) for node in ("release", "approval")}
+    return {
+        f"{node}.{name}": output.sha256
+        for node, manifest in manifests.items()
+        if manifest is not None
+        for name, output in manifest.outputs.items()
+    }
+
+
+def _approved(run: Run) -> tuple[Release, str, str]:
+    """Record, code and reason of an approval; Refused when the run was not approved or must not ship."""
+    approval = run.manifest("approval")
+    if approval is None:
+        read_release(run)  # says so when there was nothing to approve
+        raise Refused("nobody has approved this run")
+    decision = run.read_json(approval, "decision")
+    if decision["decision"] != Decision.APPROVE:
+        raise Refused(f"rejected by {decision['who']}: {decision['why'] or 'no reason given'}")
+    if shipped_already(state_of(run), read_release(run).nonce):
+        return read_release(run), str(decision["code"]), str(decision["why"])
+    return check_release(run), str(decision["code"]), str(decision["why"])
+
+
+def _ship_and_measure(run: Run, release: Release, code: str, why: str, load: Load) -> Record:
+    """A B B A. After an interruption the release serves already: then every switch is a flip of the approved pair."""
+    state, record, body = state_of(run), Record(), {"record": release.to_record(), "code": code}
+    url = live.server_url(state)
+    texts: dict[str, live.Texts] = {}
+
+    def switch(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        record.flips.append(live.flip_under_streams(url, load.streams, path, body, STREAMS))
+        answer = record.flips[-1].answer
+        if answer["status"] != 200:
+            raise Refused(live.reason(answer, answer["status"]))
+        return answer
+
+    def flip(to: str) -> None:
+        switch("/admin/flip", {"nonce": release.nonce, "to": to})
+
+    def block(name: str, prompts: Sequence[live.Prompt]) -> None:
+        record.blocks.append((name, live.measure_http(url, prompts, load.users)))
+
+    again = shipped_already(state, release.nonce)
+    if again:
+        live.ask("POST", f"{url}/admin/flip", {"nonce": release.nonce, "to": "incumbent"})
+    try:
+        texts["incumbent"] = live.texts(url, load.streams)
+        block("incumbent", load.first)
+        if again:
+            flip("forward")
+        else:
+            answer = switch("/admin/ship", body)
+            keep_release(state, release, code, str(answer.get("who", "")), why, Decision.APPROVE)
+        texts["forward"] = live.texts(url, load.streams)
+        block("forward", load.first)
+        block("forward", load.second)
+        flip("incumbent")
+        block("incumbent", load.second)
+        flip("forward")
+    finally:
+        if shipped_already(state, release.nonce) and live.version(state)["forward"] != release.forward:
+            live.ask("POST", f"{url}/admin/flip", {"nonce": release.nonce, "to": "forward"})
+    for number, one in enumerate(record.flips):
+        old, new = ("incumbent", "forward") if number % 2 == 0 else ("forward", "incumbent")
+        record.wrong += live.wrong_streams(one, texts[old], texts[new])
+    return record
+
+
+# --- the releases of an endpoint
+
+
+def releases(state: Path) -> list[dict[str, Any]]:
+    """The files of <state>/releases in order, each with its number under `n`."""
+    found = []
+    for path in (state / "releases").glob("*.json"):
+        try:
+            found.append({**json.loads(path.read_text()), "n": int(path.name.split("-")[0])})
+        except ValueError:
+            raise UserError(str(path), "is not a release", "move it out of that folder") from None
+    return sorted(found, key=lambda entry: int(entry["n"]))
+
+
+def shipped_already(state: Path, nonce: str) -> bool:
+    return any(entry["record"]["nonce"] == nonce for entry in releases(state))
+
+
+def keep_release(state: Path, release: Release, code: str, who: str, why: str, decision: Decision) -> Path:
+    """<state>/releases/<n>-<id>.json. The server writes it when it flips; here the reason joins it."""
+    known = next((entry for entry in releases(state) if entry["record"]["nonce"] == release.nonce), None)
+    last = max((int(entry["n"]) for entry in releases(state)), default=0)
+    number = int(known["n"]) if known else last + 1
+    path = state / "releases" / f"{number:04d}-{release.forward[:12]}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entry = {
+        "decision": str(decision),
+        "who": who,
+        "why": why,
+        "shipped_at": known["shipped_at"] if known else time.time(),
+        "code": code,
+        "record": release.to_record(),
+    }
+    write_whole(path, canonical_json(entry))
+    return path
+
+
+def rollback_release(state: Path, to: int | None) -> Release:
+    """The unsigned record that goes back: to what served before the last release, or to release number `to`.
+
+    Only a forward that an approver's signature stands behind, or the incumbent that such a release names, can return.
+    """
+    server, entries, now = live.version(state), releases(state), int(time.time())
+    chosen = [entry for entry in entries if entry["n"] == to] if to is not None else entries[-1:]
+    if not chosen:
+        raise UserError(f"--to {to}" if to is not None else str(state), "no such release", "see `tideforge releases`")
+    entry = chosen[0]
+    record = verify(entry["record"], entry["code"], read_approvers(state / "approvers.json")).release
+    target = record.forward if to is not None else record.incumbent
+    if target == server["forward"]:
+        raise UserError(f"forward {target[:12]}", "serves already", "choose another with --to N")
+    load_forward(state / "forwards", target)
+    return Release(
+        run=record.run,
+        endpoint=record.endpoint,
+        forward=target,
+        incumbent=str(server["forward"]),
+        layout=record.layout,
+        weights_sha256=str(server["weights_sha256"]),
+        launch=str(server["launch"]),
+        environment=tuple((str(name), str(value)) for name, value in server["environment"]),
+        verdict_sha256=record.verdict_sha256,
+        gain=Gain(),
+        created_at=now,
+        expires_at=now + ROLLBACK_S,
+        previous=str(server["release"]),
+        go_back=f"tideforge rollback returns to forward {server['forward'][:12]}",
+    )
+
+
+def roll_back(state: Path, release: Release, private_key: Any, who: str, why: str) -> Path:
+    """Signs, posts and records. Raises Refused with the server's reason."""
+    code = sign(private_key, release, Decision.ROLLBACK, who)
+    answer = live.ask("POST", f"{live.server_url(state)}/admin/rollback", {"record": release.to_record(), "code": code})
+    return keep_release(state, release, code, str(answer.get("who", who)), why, Decision.ROLLBACK)
