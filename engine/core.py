@@ -26,7 +26,7 @@ class EngineCore:
     def __init__(self, limits: SchedulerLimits, pool: BlockPool, on_failure: OnFailure | None = None) -> None:
         self.scheduler = Scheduler(limits, pool)
         self._executors: dict[str, Executor] = {}
-        self._on_failure = on_failure
+        self.on_failure = on_failure
         self._last = ""
 
     @property
@@ -37,8 +37,14 @@ class EngineCore:
     def forwards(self) -> tuple[str, ...]:
         return tuple(self._executors)
 
-    def attach(self, forward: str, executor: Executor) -> None:
-        """From now on `executor` runs this forward's requests. An executor that it replaces must not be mid-step."""
+    def attach(self, forward: str, executor: Executor, max_num_batched_tokens: int | None = None) -> None:
+        """From now on `executor` runs this forward's requests, with a token budget of its own if one is given."""
+        if max_num_batched_tokens is not None:
+            if max_num_batched_tokens < self.scheduler.limits.max_num_seqs:
+                raise UserError(
+                    "max_num_batched_tokens", "is below max_num_seqs", "give each sequence one token a step"
+                )
+            self.scheduler.token_budgets[forward] = max_num_batched_tokens
         self._executors[forward] = executor
 
     def detach(self, forward: str) -> Executor:
@@ -46,6 +52,7 @@ class EngineCore:
         if self.scheduler.has_work(forward):
             raise UserError(f"forward {forward[:12]}", "has requests in flight", "let them finish or abort them first")
         self.pool.forget(forward)
+        self.scheduler.token_budgets.pop(forward, None)
         return self._executors.pop(forward)
 
     def add(self, request: Request) -> None:
@@ -87,7 +94,7 @@ class EngineCore:
         return None
 
     def _failed(self, forward: str, error: TideforgeError) -> list[TokenEvent]:
-        replacement = self._on_failure(forward, error) if self._on_failure else None
+        replacement = self.on_failure(forward, error) if self.on_failure else None
         self.scheduler.restart(forward)
         if replacement is not None:
             self._executors[forward] = replacement
@@ -95,6 +102,6 @@ class EngineCore:
         ids = self.scheduler.requests(forward)
         for request_id in ids:
             self.scheduler.abort(request_id)
-        if self._on_failure is None:
+        if self.on_failure is None:
             raise error
         return [TokenEvent(request_id, -1, -1, "failed") for request_id in ids]

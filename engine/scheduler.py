@@ -49,6 +49,7 @@ class TokenEvent:
     token: int
     index: int
     finish: str | None = None
+    cached_tokens: int = 0  # of the prompt, taken from the prefix cache when the request began
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +90,7 @@ class Flight:
         self.key = root_key(request.forward)
         self.num_published = 0
         self.preempted = False
+        self.cached_tokens: int | None = None
 
     @property
     def remaining(self) -> int:
@@ -111,6 +113,7 @@ class Scheduler:
             problem = f"is below max_num_seqs ({limits.max_num_seqs})"
             raise UserError("max_num_batched_tokens", problem, "give each sequence one token a step")
         self.limits, self.pool = limits, pool
+        self.token_budgets: dict[str, int] = {}  # by forward, where it differs from the limits' max_num_batched_tokens
         self._waiting: dict[str, list[Flight]] = {}  # by forward, oldest first
         self._running: dict[str, list[Flight]] = {}
         self._live: dict[str, Flight] = {}
@@ -183,14 +186,14 @@ class Scheduler:
 
     def _plan_running(self, forward: str, plan: Plan) -> int:
         """Decodes first, then prefills under way, oldest first. Returns what is left of the token budget."""
-        budget = self.limits.max_num_batched_tokens
+        budget = whole = self.token_budgets.get(forward, self.limits.max_num_batched_tokens)
         for sequence in sorted(self._running.get(forward, ()), key=lambda s: (s.remaining > 1, s.arrival)):
             count = min(sequence.remaining, budget)
             if count == 0 or sequence not in self._running[forward] or not self._make_room(sequence, count, plan):
                 continue
             plan.append((sequence, count))
             budget -= count
-        return self.limits.max_num_batched_tokens - sum(count for _, count in plan)
+        return whole - sum(count for _, count in plan)
 
     def _make_room(self, sequence: Flight, count: int, plan: Plan) -> bool:
         """Gives `sequence` blocks for `count` more tokens, preempting the youngest. False when that is itself."""
@@ -221,6 +224,8 @@ class Scheduler:
             sequence.blocks, sequence.key = list(shared), key
             sequence.num_published = len(shared)
             sequence.computed = len(shared) * self.pool.block_size
+            if sequence.cached_tokens is None:
+                sequence.cached_tokens = sequence.computed
             count = min(sequence.remaining, budget)
             sequence.blocks += self.pool.allocate(self.pool.blocks_for(sequence.computed + count) - len(shared))
             sequence.preempted = False
@@ -281,7 +286,7 @@ class Scheduler:
             finish = "stop" if token in request.stop_ids else length
             if finish:
                 self._remove(sequence)
-            yield TokenEvent(request.id, token, sequence.emitted - 1, finish)
+            yield TokenEvent(request.id, token, sequence.emitted - 1, finish, sequence.cached_tokens or 0)
 
     def _publish(self, sequence: Flight) -> None:
         size = self.pool.block_size
