@@ -1,0 +1,103 @@
+"""Prices a layout for a traffic: passes into tokens a second, time to first token, memory and the term that binds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tideforge.costmodel.memory import Limits, Memory, kv_slots, memory_of
+from tideforge.costmodel.passes import Load, Setting, Term, price
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What a profile says of the load. `users` are requests in flight, all servers together."""
+
+    prompt_tokens: float
+    output_tokens: float
+    users: float
+    longest_tokens: float = 0.0  # prompt and output that must fit, e.g. a high quantile; 0: the mean
+    source: str = "given"
+
+    def __post_init__(self) -> None:
+        if self.prompt_tokens < 1 or self.output_tokens < 1 or self.users <= 0:
+            raise ValueError("traffic: at least one prompt token, one output token and some user")
+
+    @property
+    def context(self) -> float:
+        """Mean context of a decoding sequence."""
+        return self.prompt_tokens + self.output_tokens / 2
+
+    @property
+    def full(self) -> float:
+        return self.prompt_tokens + self.output_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """`terms` are seconds a finished request of the whole deployment: they add up to 1 / requests per second."""
+
+    output_tokens_per_s: float
+    gpus: int
+    tokens_per_s_per_user: float
+    ttft_ms: float
+    tpot_ms: float
+    queue_ms: float
+    slots: float  # sequences that fit at a time, all ranks together
+    memory: Memory
+    terms: tuple[Term, ...]
+
+    @property
+    def output_tokens_per_s_per_gpu(self) -> float:
+        return self.output_tokens_per_s / self.gpus
+
+    @property
+    def binding(self) -> Term:
+        return max(self.terms, key=lambda term: term.seconds)
+
+    @property
+    def request_s(self) -> float:
+        return sum(term.seconds for term in self.terms)
+
+    @property
+    def uncertainty(self) -> float:
+        """Relative, terms taken as independent."""
+        return sum(term.uncertainty_s**2 for term in self.terms) ** 0.5 / self.request_s
+
+
+def predict(s: Setting, traffic: Traffic, limits: Limits) -> Prediction:
+    """A closed load: every user asks again at once. Users beyond the KV slots wait and do not slow the others down.
+
+    Expects a layout that fits (at least one slot); see rank.unfit.
+    """
+    layout = s.layout
+    memory = memory_of(layout, s.shape, s.hardware, s.precision, limits, s.co)
+    slots = max(1.0, min(kv_slots(layout, s.shape, s.precision, limits, memory, traffic.full), limits.max_num_seqs))
+    ranks = min(layout.ranks, traffic.users)  # ranks that have anything to do
+    waiting = max(1.0, traffic.users / layout.ranks)
+    batch = min(waiting, slots)
+    decode = price(s, Load.decode(max(1.0, batch / layout.pp), traffic.context))
+    prefill = price(s, Load.prefill(traffic.prompt_tokens))
+    step_s, prompt_s = (sum(term.seconds for term in terms) for terms in (decode, prefill))
+    decode_steps = max(traffic.output_tokens - 1, 0.0)
+    # one user's request: its own prompt, its steps, and the prompts of the others that come in between
+    prompts = 1 + (batch - 1) / layout.pp
+    served_s = prompts * prompt_s + decode_steps * step_s
+    queue_s = served_s * (waiting / batch - 1)
+    busy = min(0.9, prompts * prompt_s / served_s)
+    others_s = (prompts - 1) * prompt_s
+    ttft_s = prompt_s + step_s / 2 + min(others_s, prompt_s * busy / (2 * (1 - busy))) + queue_s
+    per_request = 1 / (batch * ranks)
+    terms = [term.times(decode_steps * per_request, "decode: ") for term in decode]
+    terms += [term.times(prompts * per_request, "prefill: ") for term in prefill]
+    per_token_s = (served_s - prompt_s) / max(decode_steps, 1.0) if decode_steps else prompt_s
+    return Prediction(
+        output_tokens_per_s=batch * ranks * traffic.output_tokens / served_s,
+        gpus=layout.gpus,
+        tokens_per_s_per_user=traffic.output_tokens / (served_s + queue_s),
+        ttft_ms=ttft_s * 1e3,
+        tpot_ms=per_token_s * 1e3,
+        queue_ms=queue_s * 1e3,
+        slots=slots * layout.ranks,
+        memory=memory,
+        terms=tuple(term for term in terms if term.seconds > 0),
+    )
