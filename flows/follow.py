@@ -46,6 +46,15 @@ def state_of(api: str, flow_run: str) -> dict[str, Any]:
     )
 
 
+def resume(api: str, flow_run: str, form: dict[str, Any]) -> None:
+    """Fills in the form of a suspended run. A refused form comes back with status 200, so the body is what counts."""
+    answer = _ask("POST", f"{api}/flow_runs/{flow_run}/resume", {"run_input": form})
+    if answer["status"] != "ACCEPT":
+        raise TideforgeError(
+            f"Prefect refused the form: {(answer.get('details') or {}).get('reason', answer['status'])}"
+        )
+
+
 def runs_since(api: str, deployment: str, since: str) -> list[dict[str, Any]]:
     """Runs of a deployment that were created after `since` (ISO time), oldest first, without those a schedule made."""
     found = _ask("GET", f"{api}/deployments/name/{deployment}")

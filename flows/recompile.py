@@ -33,7 +33,7 @@ STORED: dict[str, Any] = {"persist_result": True, "result_serializer": "json", "
 
 
 def node(module: str, function: str) -> Any:
-    """The plain function `tideforge.tasks.<module>.<function>(run, endpoint)` as a task; `before` only orders the DAG."""
+    """The function `tideforge.tasks.<module>.<function>(run, endpoint)` as a task; `before` only orders the DAG."""
 
     @task(name=function, **STORED)
     def wrapped(night: Handle, *before: Handle) -> Handle:
@@ -81,10 +81,23 @@ def open_search(night: Handle, load: Handle) -> Handle:
 @task(task_run_name="agent-{number}", **STORED)
 def run_agent(night: Handle, session: Handle, number: int) -> Handle:
     """One agent: a process of its own with its own kill timer (Prefect cannot interrupt a mapped task that blocks)."""
-    from tideforge.tasks.search.launch import launch
+    from tideforge.tasks.search.search import run_agent as launch
 
+    if not session:
+        return {}
     _, endpoint = opened(night)
-    return launch(endpoint, session, number) if session else {}
+    spec, budget, share = endpoint.agents[number], endpoint.budget, len(endpoint.agents)
+    report = launch(
+        spec,
+        Path(session["workspaces"]) / spec.name,
+        Path(session["socket"]),
+        Path(session["board"]),
+        float(session["deadline"]),
+        dollars=budget.dollars / share,
+        tokens=budget.tokens // share,
+        sandbox=endpoint.sandbox,
+    )
+    return report.model_dump(mode="json")
 
 
 @task(**STORED)

@@ -50,7 +50,7 @@ def _begun_by(root: Path, flow_run: str) -> str | None:
 
 
 def find_run(run_id: str, endpoint: Endpoint | None = None) -> Run:
-    """A run by id or by folder. Without an endpoint the folders .tideforge/*/runs and .tideforge/runs are looked through."""
+    """A run by id or by folder. Without an endpoint every runs/ folder under .tideforge/ is looked through."""
     if endpoint is not None:
         return Run.open(runs_root(endpoint), run_id)
     if (Path(run_id) / "run.json").is_file():

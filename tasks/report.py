@@ -1,8 +1,9 @@
 """Node `report`: every figure of a night, recomputed from the run folder and the archive. Nothing is carried along.
 
-Fields (units in the names): service_starts, weight_loads, worker_starts count events of this night's engine; candidates and
-outcomes count finished trials; best_ratio with ci_low and ci_high is the finalist's held-out score; idle_s_while_queued is
-time in which a candidate waited and none was evaluated; http_tps_before / http_tps_after come from the live server's A B B A.
+Fields (units in the names): service_starts, weight_loads, worker_starts count events of this night's engine;
+candidates and outcomes count finished trials; best_ratio with ci_low and ci_high is the finalist's held-out score;
+idle_s_while_queued is time in which a candidate waited and none was evaluated; http_tps_before and http_tps_after come
+from the live server's A B B A.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def idle_while_queued(trials: Sequence[Trial], events: Sequence[Mapping[str, Any
 
 
 def busy_spans(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """From trial_start to trial_end; a start that nothing ends (the service was killed) counts to the service's next start."""
+    """From trial_start to trial_end; a start that nothing ends (the service was killed) counts to its next start."""
     spans: list[tuple[float, float]] = []
     opened: float | None = None
     for event in events:

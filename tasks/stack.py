@@ -1,8 +1,8 @@
 """Starts and ends the processes of one endpoint on one machine: Prefect, MLflow, the HTTP server, a Prefect worker.
 
-Each one is a session of its own and logs to `<state>/logs/`. `<state>/stack.json` keeps addresses, process ids and start
-times, so that `down` ends what `up` started and nothing else. Prefect's home lies in the state folder: a user's own
-profile is neither read nor written.
+Each one is a session of its own and logs to `<state>/logs/`. `<state>/stack.json` keeps addresses, process ids and
+start times, so that `down` ends what `up` started and nothing else. Prefect's home lies in the state folder: a user's
+own profile is neither read nor written.
 """
 
 from __future__ import annotations

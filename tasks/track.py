@@ -1,9 +1,9 @@
 """Node `track`: the night in MLflow. The only file that imports mlflow.
 
-One parent run a night, a child run a candidate, the forward of the finalist as a version of the model that is named like
-the endpoint, with aliases: `challenger` is the version that a night proposes, `champion` the one that serves. All of it is
-recomputed from the run folder, so a night that MLflow missed is only marked in `<run>/spool/` and tracked later (`sync`).
-Doing it twice changes nothing: runs and versions are found again by their tags.
+One parent run a night, a child run a candidate, the forward of the finalist as a version of the model that is named
+like the endpoint, with aliases: `challenger` is the version that a night proposes, `champion` the one that serves. All
+of it is recomputed from the run folder, so a night that MLflow missed is only marked in `<run>/spool/` and tracked
+later (`sync`). Doing it twice changes nothing: runs and versions are found again by their tags.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def recompile(endpoint_file: Path, run_id: str | None, reason: str, local: bool)
 
 
 def reachable(endpoint: Endpoint, local: bool = False) -> str | None:
-    """URL of the Prefect API to use, None for one of this process's own. UserError when one is named but does not answer."""
+    """URL of the Prefect API to use, None for one of this process's own. UserError when a named one does not answer."""
     from tideforge.tasks import stack
     from tideforge.tasks.night import check_prefect
 
