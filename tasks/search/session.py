@@ -9,8 +9,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tideforge.tasks.search.search import finalist
-
 from tideforge.data.files import sha256_file, write_whole
 from tideforge.engine.archive import read_trials
 from tideforge.engine.client import EngineClient
@@ -21,6 +19,7 @@ from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.incumbent import incumbent_folder
 from tideforge.tasks.machine import floor_figures, other_cpus, settings_for
 from tideforge.tasks.search.agent import AgentReport
+from tideforge.tasks.search.search import finalist
 from tideforge.tasks.store import Manifest, Run
 
 IDLE_EXIT_S = 120.0  # how long past its deadline an idle service waits for a flow that may have been killed
@@ -117,7 +116,7 @@ def _spent_s(run: Run) -> float:
     openings = [entry["time"] for entry in sessions(run)]
     ends = [event["time"] for event in read_events(run.folder) if event["event"] in ("trial_start", "trial_end")]
     spent = 0.0
-    for begin, following in zip(openings, [*openings[1:], float("inf")], strict=True):
+    for begin, following in zip(openings, [*openings, float("inf")][1:], strict=True):
         inside = [end for end in ends if begin <= end < following]
         spent += max(inside) - begin if inside else 0.0
     return spent
@@ -151,7 +150,7 @@ def close_search(run: Run, endpoint: Endpoint, reports: Sequence[AgentReport]) -
         "incumbent": tuned["incumbent"],
         "served": tuned["served"],
         "knobs": tuned["knobs"],
-        "bound": tuned["bound"],
+        "bounds": tuned["bounds"],
         "searched_s": time.time() - started,
         "tuned_sha256": sha256_file(run.folder / "tuned.json"),
     }
