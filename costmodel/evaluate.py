@@ -25,7 +25,20 @@ from tideforge.costmodel.passes import Setting
 from tideforge.costmodel.predict import Traffic, predict
 from tideforge.errors import UserError
 
-COLUMNS = ("model_path", "system", "backend", "precision", "isl", "osl", "total_conc", "replicas", "tp", "dp", "ep", "iso_group")
+COLUMNS = (
+    "model_path",
+    "system",
+    "backend",
+    "precision",
+    "isl",
+    "osl",
+    "total_conc",
+    "replicas",
+    "tp",
+    "dp",
+    "ep",
+    "iso_group",
+)
 MEASURED = "out_tok_s_per_gpu_derived"
 
 
@@ -70,7 +83,9 @@ def _point(row: dict[str, str], where: str, co: Coefficients) -> Point:
         measured = float(row[MEASURED])
     except (TypeError, ValueError) as error:
         raise UserError(where, f"is no measured layout ({error})", "mend or drop the line") from None
-    setting = Setting(layout, shape, hardware.get(row["system"]), _precision(row["precision"], row["backend"], shape), co)
+    setting = Setting(
+        layout, shape, hardware.get(row["system"]), _precision(row["precision"], row["backend"], shape), co
+    )
     predicted = predict(setting, traffic, Limits()).output_tokens_per_s_per_gpu
     return Point(row["iso_group"], layout, shape.experts is not None, measured, predicted)
 
@@ -115,7 +130,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"tideforge: {error}", file=sys.stderr)
         return 2
-    parts = {"all": points, "dense": [p for p in points if not p.moe], "mixture of experts": [p for p in points if p.moe]}
+    parts = {
+        "all": points,
+        "dense": [p for p in points if not p.moe],
+        "mixture of experts": [p for p in points if p.moe],
+    }
     for name, part in parts.items():
         s = score(part)
         figures = f"near {s.near:.1%}  top-1 {s.top1:.1%}  loss {s.mean_loss:.1%}  pairs {s.pairs:.1%}"

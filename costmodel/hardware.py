@@ -13,7 +13,14 @@ from typing import Any
 
 from tideforge.errors import UserError
 
-FALLBACKS = {"fp4": ("fp4", "fp8", "bf16"), "fp8": ("fp8", "bf16"), "int4": ("bf16",), "bf16": ("bf16",), "fp32": ("fp32",)}
+FALLBACKS = {
+    "fp4": ("fp4", "fp8", "bf16"),
+    "fp8": ("fp8", "bf16"),
+    "int8": ("int8", "fp8", "bf16"),
+    "int4": ("bf16",),
+    "bf16": ("bf16",),
+    "fp32": ("fp32",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +82,9 @@ def read_file(path: Path) -> dict[str, Hardware]:
     try:
         entries: Mapping[str, Any] = json.loads(path.read_text())["accelerators"]
     except FileNotFoundError:
-        raise UserError(str(path), "does not exist", "name an accelerator of data/hardware.json or a file like it") from None
+        raise UserError(
+            str(path), "does not exist", "name an accelerator of data/hardware.json or a file like it"
+        ) from None
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
         raise UserError(str(path), f"is not a hardware file ({error})", "write it like data/hardware.json") from None
     found: dict[str, Hardware] = {}
@@ -83,7 +92,9 @@ def read_file(path: Path) -> dict[str, Hardware]:
         try:
             entry = _from_record(name, raw)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{path}: {name}", f"bad or missing field {error}", "write it like data/hardware.json") from None
+            raise UserError(
+                f"{path}: {name}", f"bad or missing field {error}", "write it like data/hardware.json"
+            ) from None
         for key in (name, entry.full_name, *raw.get("aliases", ())):
             found[_key(key)] = entry
     return found

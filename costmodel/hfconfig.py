@@ -29,7 +29,11 @@ class Attention:
     work: int = 0  # multiply-adds a query token and attended entry
 
     def stored(self, context: float) -> float:
-        return self.entry * (context * self.ratio + min(context, self.window)) + self.index * context * self.ratio + self.state
+        return (
+            self.entry * (context * self.ratio + min(context, self.window))
+            + self.index * context * self.ratio
+            + self.state
+        )
 
     def attended(self, context: float) -> float:
         """Entries that one query attends to."""
@@ -195,7 +199,9 @@ def _latent(raw: Raw, hidden: int, heads: int) -> Attention:
     parameters = query + hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden
     index = int(raw.get("index_head_dim") or 0) if raw.get("index_topk") else 0
     work = heads * (2 * rank + rope)
-    return Attention(0, parameters, rank + rope, top_k=int(raw.get("index_topk") or 0), index=index, latent=True, work=work)
+    return Attention(
+        0, parameters, rank + rope, top_k=int(raw.get("index_topk") or 0), index=index, latent=True, work=work
+    )
 
 
 def _with_linear(full: Attention, layers: int, linear: Raw, hidden: int) -> list[Attention]:

@@ -33,7 +33,12 @@ _TP_DP: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "tideforge": {},
 }
-_MODEL_FLAGS = {"vllm": ("--model",), "sglang": ("--model-path", "--model"), "trtllm": (), "tideforge": ("--model", "--endpoint")}
+_MODEL_FLAGS = {
+    "vllm": ("--model",),
+    "sglang": ("--model-path", "--model"),
+    "trtllm": (),
+    "tideforge": ("--model", "--endpoint"),
+}
 _BOOLEAN = {
     "--enable-expert-parallel", "-ep", "--enable-dp-attention", "--trust-remote-code", "--enforce-eager", "--async-scheduling",
     "--enable-prefix-caching", "--no-enable-prefix-caching", "--enable-chunked-prefill", "--no-enable-chunked-prefill",
@@ -94,7 +99,9 @@ class LaunchCommand:
         if value is None:
             return None
         if not value.isascii() or not value.isdigit() or int(value) < 1:
-            raise UserError(names[0], f"is not a whole number above zero: {value!r}", f"mend {names[0]} in the launch command")
+            raise UserError(
+                names[0], f"is not a whole number above zero: {value!r}", f"mend {names[0]} in the launch command"
+            )
         return int(value)
 
     def __str__(self) -> str:
@@ -121,10 +128,14 @@ def parse(text: str) -> LaunchCommand:
     if by_flag is None and engine == "sglang":
         raise UserError(f"launch command {text!r}", "names no model", "add --model-path MODEL")
     if by_flag is None and not loose:
-        raise UserError(f"launch command {text!r}", "names no model", f"put it after {shlex.join(program)!r} or give --model")
+        raise UserError(
+            f"launch command {text!r}", "names no model", f"put it after {shlex.join(program)!r} or give --model"
+        )
     if len(loose) > (by_flag is None):
         extra = loose[-1]
-        raise UserError(f"launch command: {extra!r}", "stands alone", "put the model first and every value behind its flag")
+        raise UserError(
+            f"launch command: {extra!r}", "stands alone", "put the model first and every value behind its flag"
+        )
     command = LaunchCommand(engine, by_flag or loose[0], tuple(flags), tuple(program), tuple(env), by_flag is not None)
     _check(command)
     return command
@@ -139,7 +150,9 @@ def _engine(words: list[str], text: str) -> tuple[str, list[str]]:
     if names[:1] == ["trtllm-serve"]:
         return "trtllm", words[: 2 if words[1:2] == ["serve"] else 1]
     if re.fullmatch(r"python[0-9.]*", (names or [""])[0]) and words[1:2] == ["-m"]:
-        module = {"sglang.launch_server": "sglang", "vllm.entrypoints.openai.api_server": "vllm"}.get(" ".join(words[2:3]))
+        module = {"sglang.launch_server": "sglang", "vllm.entrypoints.openai.api_server": "vllm"}.get(
+            " ".join(words[2:3])
+        )
         if module:
             return module, words[:3]
     raise UserError(
@@ -172,7 +185,9 @@ def _flags(engine: str, words: list[str]) -> tuple[list[Flag], list[str]]:
         return flags, loose
     for flag in flags:
         if flag.name not in _TIDEFORGE_VALUES:
-            raise UserError(flag.name, "is no flag of tideforge serve", f"known: {', '.join(sorted(_TIDEFORGE_VALUES))}")
+            raise UserError(
+                flag.name, "is no flag of tideforge serve", f"known: {', '.join(sorted(_TIDEFORGE_VALUES))}"
+            )
     return flags, loose
 
 
@@ -205,7 +220,9 @@ def layout_of(command: LaunchCommand) -> Layout:
     ep = command.whole(*names["ep"]) or 1 if "ep" in names else 1
     if command.engine == "sglang" and command.get("--enable-dp-attention") is not None:
         if tp % dp:
-            raise UserError("--dp-size", f"{dp} does not divide --tp-size {tp}", "under --enable-dp-attention tp-size is the whole")
+            raise UserError(
+                "--dp-size", f"{dp} does not divide --tp-size {tp}", "under --enable-dp-attention tp-size is the whole"
+            )
         tp //= dp
     return Layout(tp=tp, ep=ep, dp=dp, pp=size.get("pp", 1))
 
@@ -225,7 +242,9 @@ def with_layout(command: LaunchCommand, layout: Layout, moe: bool) -> LaunchComm
         values["tp"], bare = layout.tp * layout.dp, [Flag("--enable-dp-attention")]
     if command.engine == "trtllm" and layout.dp > 1:
         values["tp"] = layout.tp * layout.dp
-    sizes = [Flag(names[what][0], str(size)) for what, size in values.items() if what in names and (size > 1 or what == "tp")]
+    sizes = [
+        Flag(names[what][0], str(size)) for what, size in values.items() if what in names and (size > 1 or what == "tp")
+    ]
     return dataclasses.replace(command, flags=(*kept, *sizes, *bare))
 
 
@@ -233,7 +252,9 @@ def instructions(command: LaunchCommand, layout: Layout, nodes: int, gpus_per_no
     """What the command line alone does not say about running this layout."""
     said = []
     if layout.replicas > 1:
-        said.append(f"start {layout.replicas} of these behind a router, each on its own {layout.gpus_per_server} GPUs and port")
+        said.append(
+            f"start {layout.replicas} of these behind a router, each on its own {layout.gpus_per_server} GPUs and port"
+        )
     if command.engine == "trtllm" and layout.dp > 1:
         said.append("put `enable_attention_dp: true` into the YAML of --extra_llm_api_options")
     if nodes > 1 and layout.gpus_per_server > gpus_per_node:

@@ -157,9 +157,13 @@ def _trtllm(layout: Layout, shape: ModelShape) -> Refusal | None:
     if layout.dcp > 1 or layout.pcp > 1:
         return Refusal("engine", "context parallel layouts (Helix) are not written for TensorRT-LLM here")
     if layout.dp > 1 and layout.tp > 1:
-        return Refusal("engine", "TensorRT-LLM's attention data parallelism takes the whole tp group: dp = tp_size, attention tp 1")
+        return Refusal(
+            "engine", "TensorRT-LLM's attention data parallelism takes the whole tp group: dp = tp_size, attention tp 1"
+        )
     if layout.dp > 1 and shape.experts is None:
-        return Refusal("duplicate", f"attention data parallelism of a dense model: {shape.name} runs as replicas instead")
+        return Refusal(
+            "duplicate", f"attention data parallelism of a dense model: {shape.name} runs as replicas instead"
+        )
     return None
 
 

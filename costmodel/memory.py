@@ -52,7 +52,11 @@ class Memory:
         return self.usable_bytes - self.weight_bytes - self.activation_bytes - self.reserve_bytes
 
     def text(self) -> str:
-        parts = (("weights", self.weight_bytes), ("activations", self.activation_bytes), ("reserve", self.reserve_bytes))
+        parts = (
+            ("weights", self.weight_bytes),
+            ("activations", self.activation_bytes),
+            ("reserve", self.reserve_bytes),
+        )
         listed = " + ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
         return f"{listed} of {self.usable_bytes / GIB:.1f} GiB usable"
 
@@ -83,7 +87,9 @@ def memory_of(
     widest = max(shape.ffn, shape.experts.per_token * shape.experts.width if shape.experts else 0)
     chunk = limits.max_num_batched_tokens * 2 * (6 * shape.hidden + 2 * widest / layout.tp) / layout.pcp
     logits = min(limits.max_num_seqs, 1024) * shape.vocab * 4 / layout.tp
-    reserve = min(co.reserve_bytes, 0.05 * hardware.memory_bytes) + (co.collective_bytes if layout.gpus_per_server > 1 else 0)
+    reserve = min(co.reserve_bytes, 0.05 * hardware.memory_bytes) + (
+        co.collective_bytes if layout.gpus_per_server > 1 else 0
+    )
     return Memory(
         total_bytes=hardware.memory_bytes,
         usable_bytes=hardware.memory_bytes * limits.memory_share,

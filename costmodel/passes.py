@@ -36,7 +36,7 @@ class Setting:
     shape: ModelShape
     hardware: Hardware
     precision: Precision
-    co: Coefficients = Coefficients()
+    co: Coefficients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,9 @@ def parts(s: Setting, load: Load) -> list[Part]:
     common = shape.attention_parameters + shape.dense_ffn_parameters + shape.shared_parameters
     head = shape.embedding_parameters / layout.tp
     found = [
-        Part("weights", common / layout.tp * BYTES[precision.common], 2 * per_gpu * common / layout.tp, precision.common),
+        Part(
+            "weights", common / layout.tp * BYTES[precision.common], 2 * per_gpu * common / layout.tp, precision.common
+        ),
         Part("head", head * max(2.0, BYTES[precision.common]), 2 * load.rows * head, "bf16"),
         _cache(s, load, per_gpu),
     ]
@@ -106,7 +108,9 @@ def _cache(s: Setting, load: Load, per_gpu: float) -> Part:
     work = attended + sum(group.layers * group.state for group in shape.attention)
     kv_copies = layout.dcp * layout.pcp if load.sequences else 1
     flops = 2 * per_gpu * work / layout.tp / kv_copies * (layout.dcp if load.sequences else 1)
-    return Part("KV", load.sequences * each * BYTES[s.precision.kv], flops, "fp32" if s.precision.kv == "fp32" else "bf16")
+    return Part(
+        "KV", load.sequences * each * BYTES[s.precision.kv], flops, "fp32" if s.precision.kv == "fp32" else "bf16"
+    )
 
 
 def _routed(s: Setting, load: Load) -> Part:
@@ -137,6 +141,9 @@ def price(s: Setting, load: Load) -> list[Term]:
     terms += collectives(s, load)
     terms.append(Term("fixed, layers", s.shape.layers * co.layer_s, co.tag("layer_s")))
     terms.append(Term("fixed, step", co.step_s + load.rows * co.request_s, co.tag("step_s")))
+    if s.layout.pp > 1:
+        loss = co.pipeline_loss * (1 - 1 / s.layout.pp) * sum(term.seconds for term in terms)
+        terms.append(Term("pipeline bubbles", loss, co.tag("pipeline_loss")))
     return [term for term in terms if term.seconds > 0]
 
 
@@ -175,10 +182,14 @@ def _group(s: Setting, name: str, size: int, count: int, message_bytes: float) -
         return Term(name, 0.0, "guessed")
     inside = min(size, hardware.link_domain)
     domains = math.ceil(size / hardware.link_domain)
-    seconds = 2 * (inside - 1) / inside * message_bytes / (hardware.link_bytes_per_s * co.link_share) + co.link_latency_s
+    seconds = (
+        2 * (inside - 1) / inside * message_bytes / (hardware.link_bytes_per_s * co.link_share) + co.link_latency_s
+    )
     if domains > 1:
         share = message_bytes / inside
-        seconds += 2 * (domains - 1) / domains * share / (hardware.node_link_bytes_per_s * co.link_share) + co.node_latency_s
+        seconds += (
+            2 * (domains - 1) / domains * share / (hardware.node_link_bytes_per_s * co.link_share) + co.node_latency_s
+        )
     return Term(f"{name}, {'between nodes' if domains > 1 else 'in node'}", count * seconds, co.tag("link_latency_s"))
 
 

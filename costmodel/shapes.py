@@ -141,12 +141,16 @@ def read_config(path: Path) -> ModelShape:
     try:
         raw = json.loads(file.read_text())
     except FileNotFoundError:
-        raise UserError(str(file), "does not exist", "give a folder with config.json, or a name of data/model_shapes.json") from None
+        raise UserError(
+            str(file), "does not exist", "give a folder with config.json, or a name of data/model_shapes.json"
+        ) from None
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise UserError(str(file), f"is not JSON ({error})", "give the model's config.json") from None
     if not isinstance(raw, dict):
         raise UserError(str(file), "is not a JSON object", "give the model's config.json")
-    return from_config(raw, name=file.parent.resolve().name if file.name == "config.json" else file.stem, source=str(file))
+    return from_config(
+        raw, name=file.parent.resolve().name if file.name == "config.json" else file.stem, source=str(file)
+    )
 
 
 @functools.cache

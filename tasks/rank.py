@@ -1,0 +1,68 @@
+"""Node `rank`: every layout of the endpoint's model on its hardware, priced for the night's profile."""
+
+from __future__ import annotations
+
+import time
+
+from tideforge.costmodel import rank as ranking
+from tideforge.costmodel.predict import Traffic
+from tideforge.costmodel.question import question
+from tideforge.costmodel.rank import Question, Ranking
+from tideforge.data.files import sha256_bytes
+from tideforge.data.profile_records import Profile
+from tideforge.tasks.endpoint import Endpoint
+from tideforge.tasks.store import Manifest, Run
+
+
+def traffic_of(profile: Profile) -> Traffic:
+    """Means, and P99 of the context as the longest request that must fit. Idle hours do not pull the users below 1."""
+    return Traffic(
+        prompt_tokens=max(profile.prompt.mean, 1.0),
+        output_tokens=max(profile.output.mean, 1.0),
+        users=max(profile.concurrency.mean, 1.0),
+        longest_tokens=float(profile.context.quantiles.get("p99", profile.context.most)),
+        source=f"profile {profile.sha256[:12]} of {profile.requests} requests",
+    )
+
+
+def endpoint_question(endpoint: Endpoint, traffic: Traffic) -> Question:
+    """The endpoint's own objective and limits. Raises UserError naming the field's content that is at fault."""
+    objective = endpoint.objective
+    return question(
+        endpoint.launch,
+        str(endpoint.model),
+        endpoint.hardware.name,
+        endpoint.hardware.gpus,
+        endpoint.hardware.nodes,
+        traffic,
+        maximize=objective.maximize,
+        ttft_limit_ms=objective.ttft_p90_ms,
+        tpot_limit_ms=objective.tpot_p90_ms,
+        dtype=endpoint.precision,
+    )
+
+
+def rank(run: Run, endpoint: Endpoint) -> Manifest:
+    """Output: layouts (JSON of costmodel.rank.to_dict). A night changes the forward alone: `layout` says so, and
+    `recommended` names the layout that the model prefers, for a person to act on."""
+    started = time.time()
+    profiled = run.need("profile")
+    asked = endpoint_question(endpoint, traffic_of(Profile.read(run.path(profiled, "profile"))))
+    inputs = {"profile": profiled.outputs["profile"].sha256, "question": sha256_bytes(repr(asked).encode())}
+    if manifest := run.done("rank", inputs):
+        return manifest
+    answer = ranking.rank(asked)
+    outputs = {"layouts": run.write_json("layouts", ranking.to_dict(answer))}
+    return run.finish("rank", inputs, outputs, _figures(answer), started)
+
+
+def _figures(answer: Ranking) -> dict[str, object]:
+    best = answer.ranked[0] if answer.ranked else None
+    return {
+        "layout": "unchanged",
+        "recommended": str(best.layout) if best else None,
+        "predicted_output_tps": best.prediction.output_tokens_per_s if best else None,
+        "current_is_tied": bool(answer.current and answer.current.tied),
+        "legal": len(answer.ranked),
+        "rejected": len(answer.rejected),
+    }
