@@ -102,6 +102,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 def serve(config: ServerConfig, traffic: Traffic | None) -> None:
     """Serves until SIGTERM or SIGINT; requests in flight are finished, then workers end. The keeper stays."""
+    # The first forward's knobs decide the KV layout, which stays as long as the server runs.
+    config = dataclasses.replace(config, settings=config.settings.with_knobs(Forward.load(config.forward).knobs))
     config.settings.state.mkdir(parents=True, exist_ok=True)
     stop_early = _exit_on(signal.SIGTERM)
     with bind(config.host, config.port) as sock:

@@ -26,7 +26,6 @@ from tideforge.engine.release import (
     Release,
     ServerState,
     ShipGuard,
-    check_against_server,
     load_forward,
     shipped_release,
     verify,
@@ -132,8 +131,7 @@ class Shipper:
             raise Forbidden(f"the code signs {approved.decision}, not {decision}")
         if approved.release.endpoint != self.identity.endpoint:
             raise Refused(f"the release is for endpoint {approved.release.endpoint}, this is {self.identity.endpoint}")
-        check_against_server(approved.release, self.state(), decision)
-        return approved
+        return self._guard.check(record, code, decision)
 
     # staging
 
@@ -199,17 +197,19 @@ class Shipper:
     def _flip(self, forward_id: str, why: str) -> dict[str, Any]:
         """New requests go to `forward_id` from the next step on; the previous one leaves once its own are done."""
 
-        def turn(core: EngineCore) -> tuple[str, int]:
+        def turn(core: EngineCore) -> tuple[str, int, float]:
             previous, self._loop.current = self._loop.current, forward_id
-            return previous, len(core.scheduler.requests(previous))
+            return previous, len(core.scheduler.requests(previous)), time.time()
 
-        previous, finishing = self._loop.call(turn).result()
+        previous, finishing, at = self._loop.call(turn).result()
         self._fleet.confirm(forward_id)
         if previous != forward_id:
             self._retire(previous)
         self._on_flip(forward_id)
         log_event(self.identity.state, "flip", forward=forward_id, previous=previous, why=why, finishing=finishing)
-        return {"forward": forward_id, "previous": previous, "finishing": finishing, "why": why}
+        return {
+            "forward": forward_id, "previous": previous, "finishing": finishing, "flipped_at": at, "why": why,
+        }  # fmt: skip
 
     def _keep(self, approved: Approved, record: Any, code: str) -> None:
         """<state>/releases/<n>-<id>.json: what a later start serves, and what `releases` lists."""

@@ -26,7 +26,10 @@ def text_of(response: httpx.Response) -> str:
 
 def stream(served: Any, path: str = "/v1/completions", **body: Any) -> list[dict[str, Any]]:
     """The events of a streamed answer, without the closing [DONE], which must be there."""
-    with served.client() as client, client.stream("POST", path, json={"model": "tiny", "stream": True, **body}) as answer:
+    with (
+        served.client() as client,
+        client.stream("POST", path, json={"model": "tiny", "stream": True, **body}) as answer,
+    ):
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = [line for line in answer.iter_lines() if line]
@@ -75,7 +78,10 @@ def test_a_stream_equals_the_whole_answer(served: Any, temperature: float) -> No
 
 
 def test_a_chat_is_chatml_and_streams_the_same(served: Any) -> None:
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+    ]
     body = {"messages": messages, "max_completion_tokens": 16, "temperature": 0}
     whole = ask(served, "/v1/chat/completions", **body)
     raw = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -103,7 +109,7 @@ def test_a_seed_decides_and_the_neighbours_do_not(served: Any) -> None:
 
 
 def test_eight_streams_at_once_each_get_their_own_answer(served: Any) -> None:
-    prompts = [f"{word} {PROMPT}" for word in "one two three four five six seven eight".split()]
+    prompts = [f"{word} {PROMPT}" for word in ("one", "two", "three", "four", "five", "six", "seven", "eight")]
     body = {"max_tokens": 32, "temperature": 0, "ignore_eos": True}
     serial = [text_of(ask(served, prompt=prompt, **body)) for prompt in prompts]
     with ThreadPoolExecutor(8) as pool:
@@ -134,10 +140,18 @@ def test_a_shared_prompt_comes_from_the_prefix_cache(served: Any) -> None:
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_disconnect_aborts_and_frees(served: Any, streaming: bool) -> None:
     aborted = served.live.counters.abort
-    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 150, "temperature": 0, "ignore_eos": True, "stream": streaming}
+    body = {
+        "model": "tiny",
+        "prompt": PROMPT,
+        "max_tokens": 150,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": streaming,
+    }
     if streaming:
         with served.client() as client, client.stream("POST", "/v1/completions", json=body) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()  # kept: the response closes with its iterator
+            next(lines)
             assert served.blocks_held > 0
     else:
         with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=served.url, timeout=0.03) as client:
@@ -189,7 +203,12 @@ def test_other_errors_have_the_same_shape(served: Any) -> None:
         nowhere = client.get("/v1/nothing")
         unknown = client.post("/v1/completions", json={"model": "other", "prompt": "x"})
         empty_chat = client.post("/v1/chat/completions", json={"model": "tiny", "messages": []})
-    assert (broken.status_code, nowhere.status_code, unknown.status_code, empty_chat.status_code) == (400, 404, 404, 400)
+    assert (broken.status_code, nowhere.status_code, unknown.status_code, empty_chat.status_code) == (
+        400,
+        404,
+        404,
+        400,
+    )
     assert broken.json()["error"]["message"] == "the body is not JSON"
     assert unknown.json()["error"]["code"] == "model_not_found"
     assert nowhere.json()["error"]["type"] == "invalid_request_error"
