@@ -83,7 +83,11 @@ class EngineClient:
                     return protocol.call(sock, request, timeout_s).header
             except (FileNotFoundError, ConnectionRefusedError, PeerGone) as error:
                 if time.monotonic() >= deadline:
-                    raise UserError(str(self.path), "no engine answers there", "start it: `tideforge engine start`") from error
+                    raise UserError(
+                        str(self.path),
+                        "no engine answers there",
+                        "a search starts one: `tideforge search` or `tideforge recompile`",
+                    ) from error
                 time.sleep(0.1)
 
 

@@ -62,9 +62,13 @@ class ModelConfig:
         try:
             return cls.from_dict(json.loads(path.read_text()))
         except FileNotFoundError:
-            raise UserError(str(path), "does not exist", "give a model folder (`tideforge weights` makes one)") from None
+            raise UserError(
+                str(path), "does not exist", "give a model folder (`tideforge weights` makes one)"
+            ) from None
         except (ValueError, KeyError, IndexError) as error:
-            raise UserError(str(path), f"is not a model config ({error!r})", "take config.json of the checkpoint") from None
+            raise UserError(
+                str(path), f"is not a model config ({error!r})", "take config.json of the checkpoint"
+            ) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,14 +109,20 @@ class Settings:
         """These settings under a forward's knobs.json: threads, block_size, max_num_batched_tokens. Others are refused."""
         unknown = set(knobs) - {"threads", "block_size", "max_num_batched_tokens"}
         if unknown:
-            raise UserError("knobs.json", f"has unknown knobs {sorted(unknown)}", "use threads, block_size, max_num_batched_tokens")
+            raise UserError(
+                "knobs.json", f"has unknown knobs {sorted(unknown)}", "use threads, block_size, max_num_batched_tokens"
+            )
         limits = self.limits
         if "max_num_batched_tokens" in knobs:
             limits = dataclasses.replace(limits, max_num_batched_tokens=int(knobs["max_num_batched_tokens"]))
         block_size = int(knobs.get("block_size", self.block_size))
         num_blocks = self.num_blocks * self.block_size // block_size
         return dataclasses.replace(
-            self, limits=limits, block_size=block_size, num_blocks=num_blocks, threads=int(knobs.get("threads", self.threads))
+            self,
+            limits=limits,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            threads=int(knobs.get("threads", self.threads)),
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -49,7 +49,6 @@ class ServiceConfig:
     workload: Path
     passes: int = 2  # lockstep passes over the search part a trial takes at most
     trial_s: float = 60.0
-    bound: float | None = None  # logits; None: derived on the reference at the start
     allow_imports: tuple[str, ...] = ()
     tune: bool = True
     bandwidth_bytes_per_s: float | None = None  # spec sheet; None: no floor is applied
@@ -86,6 +85,15 @@ def new_core(settings: Settings) -> EngineCore:
     return EngineCore(limits, BlockPool(settings.num_blocks, settings.block_size, prefix_cache=False))
 
 
+@dataclasses.dataclass
+class Spent:
+    """Seconds of each part of a trial, kept also when it fails in mid-way."""
+
+    stage_s: float = 0.0
+    check_s: float = 0.0
+    clock_s: float = 0.0
+
+
 class Bench:
     """The incumbent's worker, the reference, and a spare that stands by; `evaluate` is the only thing it does."""
 
@@ -95,8 +103,8 @@ class Bench:
         self.layers = range(self.lab.config.num_hidden_layers)
         self.workload = Workload.read(config.workload)
         self.corpus = self.workload.corpus[: len(self.workload.corpus) // 2]
-        self.reference = Reference.start(config.settings.model)
-        self.bound = config.bound if config.bound is not None else self.reference.bound(config.settings.dtype)
+        self.reference = Reference.start(config.settings.model, config.settings.state)
+        self.bounds = self.reference.bounds(config.settings.dtype, self.corpus)
         self.arenas = {name: self.lab.arena(f"search-{name}") for name in ("incumbent", "candidate")}
         self.step_timeout_s = 60.0
         self.incumbent, self.settings = Forward.load(config.incumbent), config.settings
@@ -115,8 +123,10 @@ class Bench:
         shapes = self.workload.search
         begin = time.perf_counter()
         block = measure.run_block(side.core, side.forward, shapes, self._prompts(shapes), self.workload.users)
-        check.require_right(self.reference, block.answers[:CHECKED_ANSWERS], self.layers, self.bound)
-        longest = max(b - a for answer in block.answers for a, b in zip((0.0, *answer.times_s), answer.times_s, strict=False))
+        check.require_right(self.reference, block.answers[:CHECKED_ANSWERS], self.layers, self.bounds.logit_gap)
+        longest = max(
+            b - a for answer in block.answers for a, b in zip((0.0, *answer.times_s), answer.times_s, strict=False)
+        )
         self.step_timeout_s = max(MIN_STEP_TIMEOUT_S, STEP_TIMEOUT_FACTOR * longest)
         worker.step_timeout_s = max(60.0, self.step_timeout_s)
         log_event(self.config.night, "incumbent_ready", forward=self.incumbent.id, seconds=time.perf_counter() - begin)
@@ -135,7 +145,17 @@ class Bench:
         served = self.incumbent.id
         self.incumbent = self.incumbent.with_file(KNOBS, json.dumps(knobs, sort_keys=True) + "\n")
         self.incumbent.save(self.lab.settings.state / "forwards")
-        write_atomic(path, json.dumps({"knobs": knobs, "incumbent": self.incumbent.id, "served": served, "bound": self.bound}))
+        write_atomic(
+            path,
+            json.dumps(
+                {
+                    "knobs": knobs,
+                    "incumbent": self.incumbent.id,
+                    "served": served,
+                    "bounds": dataclasses.asdict(self.bounds),
+                }
+            ),
+        )
         self.settings = self.config.settings.with_knobs(knobs)
 
     def _best_knobs(self) -> dict[str, Any]:
@@ -160,7 +180,7 @@ class Bench:
 
     def evaluate(self, trial: Trial, forward: Forward) -> Trial:
         """The trial with its outcome, and figures if it passed. Never raises for what a candidate did."""
-        spent = {"stage_s": 0.0, "check_s": 0.0, "clock_s": 0.0}
+        spent = Spent()
         worker: RemoteExecutor | None = None
         try:
             screen(forward, self.config.allow_imports)
@@ -168,7 +188,7 @@ class Bench:
             worker = self._take_spare()
             begin = time.perf_counter()
             self.lab.stage(worker, forward, self.layers, min(30.0, self.config.trial_s))
-            spent["stage_s"] = time.perf_counter() - begin
+            spent.stage_s = time.perf_counter() - begin
             figures = self._measure(worker, forward, spent)
             done = dataclasses.replace(trial, outcome=Outcome.PASSED, figures=figures)
         except CandidateError as error:
@@ -179,11 +199,16 @@ class Bench:
                 self.arenas["candidate"].fill(0xFF)
             if self.spare is None:
                 self.spare = self.lab.spare(self.arenas["candidate"])
-        return dataclasses.replace(done, **spent, finished_at=time.time(), environment=environment())
+        return dataclasses.replace(
+            done, stage_s=spent.stage_s, check_s=spent.check_s, clock_s=spent.clock_s,
+            finished_at=time.time(), environment=environment(),
+        )  # fmt: skip
 
     def _require_frozen_knobs(self, forward: Forward) -> None:
         if forward.knobs != self.incumbent.knobs:
-            raise CandidateError("refused", f"knobs are frozen at the incumbent's best, {json.dumps(self.incumbent.knobs)}")
+            raise CandidateError(
+                "refused", f"knobs are frozen at the incumbent's best, {json.dumps(self.incumbent.knobs)}"
+            )
 
     def _take_spare(self) -> RemoteExecutor:
         """The spare, attached; a spare that died meanwhile is replaced."""
@@ -198,21 +223,21 @@ class Bench:
             self.lab.release(worker)
         raise CandidateError("exited", "three spare workers in a row ended before they were given the candidate")
 
-    def _measure(self, worker: RemoteExecutor, forward: Forward, spent: dict[str, float]) -> Figures:
+    def _measure(self, worker: RemoteExecutor, forward: Forward, spent: Spent) -> Figures:
         worker.step_timeout_s = MIN_STEP_TIMEOUT_S + self.step_timeout_s
         candidate = measure.Side.of(forward.id, new_core(self.settings), worker)
         begin = time.perf_counter()
         self._check_eagerly(candidate, self.arenas["candidate"])
-        spent["check_s"] = time.perf_counter() - begin
+        spent.check_s = time.perf_counter() - begin
         begin = time.perf_counter()
         with self.lab.clock():
             blocks, pairs = self._time(candidate)
-        spent["clock_s"] = time.perf_counter() - begin
+        spent.clock_s = time.perf_counter() - begin
         begin = time.perf_counter()
         answers = [answer for _, block in blocks for answer in block.answers]
         chosen = secrets.SystemRandom().sample(answers, min(CHECKED_ANSWERS, len(answers)))
-        check.require_right(self.reference, chosen, self.layers, self.bound)
-        spent["check_s"] += time.perf_counter() - begin
+        check.require_right(self.reference, chosen, self.layers, self.bounds.logit_gap)
+        spent.check_s += time.perf_counter() - begin
         return self._figures(blocks, pairs)
 
     def _check_eagerly(self, candidate: measure.Side, arena: Arena) -> None:
@@ -220,13 +245,17 @@ class Bench:
         shapes = [dataclasses.replace(shape, output_tokens=3) for shape in self.workload.search[:WARM_REQUESTS]]
         block = measure.run_block(candidate.core, candidate.forward, shapes, self._prompts(shapes), WARM_REQUESTS)
         check.require_finite(arena.logits(len(shapes)))
-        check.require_right(self.reference, block.answers, self.layers, self.bound)
+        check.require_right(self.reference, block.answers, self.layers, self.bounds.logit_gap)
 
-    def _time(self, candidate: measure.Side) -> tuple[list[tuple[measure.Block, measure.Block]], list[tuple[float, float]]]:
+    def _time(
+        self, candidate: measure.Side
+    ) -> tuple[list[tuple[measure.Block, measure.Block]], list[tuple[float, float]]]:
         blocks, pairs = [], []
         deadline = time.monotonic() + self.config.trial_s
         for _ in range(self.config.passes):
-            a, b, steps = measure.lockstep(self._incumbent_side(), candidate, self.workload.search, self._prompts(self.workload.search))
+            a, b, steps = measure.lockstep(
+                self._incumbent_side(), candidate, self.workload.search, self._prompts(self.workload.search)
+            )
             blocks.append((a, b))
             pairs += steps
             if measure.ratio_of_steps(pairs).ratio < HOPELESS or time.monotonic() > deadline:
@@ -257,12 +286,16 @@ class Bench:
         if self.config.bandwidth_bytes_per_s is None:
             return 0.0
         embedding = self.lab.config.vocab_size * self.lab.config.hidden_size * ITEM_BYTES[self.lab.settings.dtype]
-        moved = self.lab.weights_bytes - (0 if self.lab.config.tie_word_embeddings else embedding) - self.config.cache_bytes
+        moved = (
+            self.lab.weights_bytes - (0 if self.lab.config.tie_word_embeddings else embedding) - self.config.cache_bytes
+        )
         return max(0.0, moved / self.config.bandwidth_bytes_per_s)
 
     def _require_possible(self, fastest_s: float) -> None:
         if fastest_s < self.floor_s():
-            raise CandidateError("too_fast", f"a step of {1e3 * fastest_s:.3g} ms is under the floor, {1e3 * self.floor_s():.3g} ms")
+            raise CandidateError(
+                "too_fast", f"a step of {1e3 * fastest_s:.3g} ms is under the floor, {1e3 * self.floor_s():.3g} ms"
+            )
 
 
 def environment() -> dict[str, Any]:

@@ -46,7 +46,9 @@ class RemoteExecutor:
     `step_timeout_s` bounds one step; the worker is killed when it runs over.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket, arena: Arena, step_timeout_s: float = 60) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], sock: socket.socket, arena: Arena, step_timeout_s: float = 60
+    ) -> None:
         self.process, self.sock, self.arena, self.step_timeout_s = process, sock, arena, step_timeout_s
         self.ready = False
 
@@ -65,7 +67,9 @@ class RemoteExecutor:
 
     def stage(self, folder: Path, layers: range, timeout_s: float) -> float:
         """Imports and builds the forward in `folder`; seconds that the worker took."""
-        answer = self._ask({"type": "stage", "folder": str(folder), "layers": [layers.start, layers.stop]}, {}, timeout_s)
+        answer = self._ask(
+            {"type": "stage", "folder": str(folder), "layers": [layers.start, layers.stop]}, {}, timeout_s
+        )
         return float(answer.header["seconds"])
 
     def execute(self, step: Step) -> list[int]:

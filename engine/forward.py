@@ -29,7 +29,12 @@ class Forward:
             raise CandidateError("refused", f"{ENTRY} is missing: a forward defines build(ctx) in {ENTRY}")
         for name in self.files:
             path = PurePosixPath(name)
-            if path.is_absolute() or ".." in path.parts or path.suffix not in (".py", ".json") or not name.isprintable():
+            if (
+                path.is_absolute()
+                or ".." in path.parts
+                or path.suffix not in (".py", ".json")
+                or not name.isprintable()
+            ):
                 raise CandidateError("refused", f"{name!r}: only relative .py and .json files belong to a forward")
         if sum(len(text.encode()) for text in self.files.values()) > MAX_BYTES:
             raise CandidateError("refused", f"a forward is at most {MAX_BYTES} bytes of source")

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import mmap
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,31 +21,8 @@ import numpy as np
 
 from tideforge.engine import memory, protocol
 from tideforge.engine.events import log_event
-from tideforge.errors import ProtocolError, UserError
-
-_NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-
-
-def read_tensors(folder: Path) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Yields (name, safetensors dtype, array) of every float tensor; BF16 comes as its bits in uint16.
-
-    Format: 8 bytes header length, JSON header with data_offsets, then the data (safetensors' own documentation).
-    """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise UserError(str(folder), "holds no *.safetensors", "give a model folder with config.json and its weights")
-    for path in files:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size))
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        for name, entry in header.items():
-            if name == "__metadata__" or entry["dtype"] not in _NUMPY:
-                continue
-            begin, _ = entry["data_offsets"]
-            shape = entry["shape"]
-            count = int(np.prod(shape, dtype=np.int64))
-            yield name, entry["dtype"], np.frombuffer(data, _NUMPY[entry["dtype"]], count, 8 + size + begin).reshape(shape)
+from tideforge.engine.weights import read_tensors
+from tideforge.errors import ProtocolError
 
 
 def convert(array: np.ndarray, stored: str, wanted: str) -> np.ndarray:

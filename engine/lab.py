@@ -100,7 +100,9 @@ class Lab:
         if not worker.ready:
             worker.expect_ready(timeout_s)
 
-    def spawn(self, forward: Forward, arena: Arena, layers: range | None = None, timeout_s: float = 60) -> RemoteExecutor:
+    def spawn(
+        self, forward: Forward, arena: Arena, layers: range | None = None, timeout_s: float = 60
+    ) -> RemoteExecutor:
         """A fresh worker that runs `forward`. Raises CandidateError with the outcome when it does not get that far."""
         worker = self.spare(arena)
         try:
@@ -110,7 +112,9 @@ class Lab:
             raise
         return worker
 
-    def stage(self, worker: RemoteExecutor, forward: Forward, layers: range | None = None, timeout_s: float = 60) -> float:
+    def stage(
+        self, worker: RemoteExecutor, forward: Forward, layers: range | None = None, timeout_s: float = 60
+    ) -> float:
         """Gives a spare its forward; seconds that import and build took in the worker."""
         self.wait_ready(worker)
         folder = forward.save(self.settings.state / "forwards")
@@ -137,7 +141,11 @@ class Lab:
 
 def worker_environment(threads: int) -> dict[str, str]:
     """What a worker may see of the environment: no keys, no addresses."""
-    kept = {k: v for k, v in os.environ.items() if k in ("PATH", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_VISIBLE_DEVICES")}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if k in ("PATH", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_VISIBLE_DEVICES")
+    }
     kept |= {k: v for k, v in os.environ.items() if k.startswith("OPENBLAS_")}
     count = str(threads)
     return {**kept, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "PYTHONUNBUFFERED": "1", "HOME": "/nonexistent"}
@@ -153,7 +161,9 @@ def connect_keeper(settings: Settings) -> socket.socket:
     held = (Path(status["model"]), status["dtype"])
     if held != (settings.model.resolve(), settings.dtype):
         sock.close()
-        raise UserError(str(path), f"its keeper holds {held[0]} as {held[1]}", "use another state folder, or stop it first")
+        raise UserError(
+            str(path), f"its keeper holds {held[0]} as {held[1]}", "use another state folder, or stop it first"
+        )
     return sock
 
 

@@ -79,7 +79,9 @@ def recv(sock: socket.socket, timeout_s: float | None = None) -> Message:
     return Message(header, arrays, fds)
 
 
-def call(sock: socket.socket, header: Mapping[str, Any], timeout_s: float | None = None, **arrays: np.ndarray) -> Message:
+def call(
+    sock: socket.socket, header: Mapping[str, Any], timeout_s: float | None = None, **arrays: np.ndarray
+) -> Message:
     """One request, one answer. An answer of type "error" is raised as ProtocolError."""
     send(sock, header, arrays)
     answer = recv(sock, timeout_s)

@@ -265,17 +265,25 @@ class ShipGuard:
         self._lock = threading.Lock()
         self._kept = self._read()
 
+    def check(self, record: Any, code: Any, decision: Decision = Decision.APPROVE) -> Approved:
+        """All that `accept` asks, without using the code up: before the server starts a worker for it."""
+        return self._checked(record, code, decision)[0]
+
     def accept(self, record: Any, code: Any, decision: Decision = Decision.APPROVE) -> Approved:
         """Burns the nonce and returns who approved which release; or raises Refused and nothing has changed."""
-        approved = verify(record, code, self._trusted)
-        if approved.decision is not decision:
-            raise Refused(f"the code signs {approved.decision}, not {decision}")
         with self._lock:
-            state = dataclasses.replace(self._state_fn(), used_nonces=frozenset(self._kept["used"]))
-            check_against_server(approved.release, state, decision)
+            approved, state = self._checked(record, code, decision)
             pair = {name: getattr(approved.release, name) for name in ("nonce", "forward", "incumbent")}
             self._keep(used=[*self._kept["used"], pair["nonce"]], shipped={**pair, "at": state.now})
         return approved
+
+    def _checked(self, record: Any, code: Any, decision: Decision) -> tuple[Approved, ServerState]:
+        approved = verify(record, code, self._trusted)
+        if approved.decision is not decision:
+            raise Refused(f"the code signs {approved.decision}, not {decision}")
+        state = dataclasses.replace(self._state_fn(), used_nonces=frozenset(self._kept["used"]))
+        check_against_server(approved.release, state, decision)
+        return approved, state
 
     def flip(self, nonce: str, to: str) -> str:
         """Id of the forward to serve for measuring: one of the two that the release just accepted names."""

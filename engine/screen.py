@@ -25,7 +25,9 @@ def screen(forward: Forward, allow_imports: Iterable[str] = ()) -> None:
             raise CandidateError("syntax_error", f"{name}: {error}") from error
         for module in _imports(tree):
             if module != CONTRACT and module.split(".")[0] not in allowed:
-                raise CandidateError("refused", f"{name} imports {module}; a forward may import {', '.join(sorted(allowed))}")
+                raise CandidateError(
+                    "refused", f"{name} imports {module}; a forward may import {', '.join(sorted(allowed))}"
+                )
 
 
 def _imports(tree: ast.AST) -> Iterable[str]:

@@ -110,7 +110,10 @@ class Service:
         if kind == "cancel":
             with self.changed:
                 running = self.running
-                return {"type": "cancelled", "count": self.archive.cancel_waiting(str(request["message"]), keep=running)}
+                return {
+                    "type": "cancelled",
+                    "count": self.archive.cancel_waiting(str(request["message"]), keep=running),
+                }
         if kind == "stop":
             with self.changed:
                 self.stopping = True

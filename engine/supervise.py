@@ -24,7 +24,9 @@ def supervise(config_path: Path) -> int:
     command = [sys.executable, "-m", "tideforge.engine.service", "--config", str(config_path)]
     for _ in range(MAX_RESTARTS + 1):
         with (config.night / "service.log").open("ab") as log:
-            service = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=die_with_parent)
+            service = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=die_with_parent
+            )
         code = service.wait()
         if code >= 0:
             return code

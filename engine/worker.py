@@ -163,7 +163,9 @@ def execute(forward: Any, buffer: Tensor, head: dict[str, Any], arrays: dict[str
     try:
         with torch.inference_mode():
             forward(batch)
-            sampled = sampler.sample(buffer[:rows], arrays["temperatures"], arrays["top_ps"], arrays["seeds"], arrays["sample_positions"])
+            sampled = sampler.sample(
+                buffer[:rows], arrays["temperatures"], arrays["top_ps"], arrays["seeds"], arrays["sample_positions"]
+            )
     except MemoryError as error:
         raise CandidateError("out_of_memory", _last_line(error)) from error
     except Exception as error:

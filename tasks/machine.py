@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
-from tideforge.costmodel.hardware import load_hardware
-from tideforge.costmodel.launch import parse_launch
+from tideforge.costmodel import hardware, launch
 from tideforge.engine.config import Limits, Settings
 from tideforge.tasks.endpoint import Endpoint
 
@@ -24,12 +24,12 @@ def other_cpus() -> tuple[int, ...]:
 
 def settings_for(endpoint: Endpoint) -> Settings:
     """Limits as the launch command states them under the names of this project's server; its defaults otherwise."""
-    launch = parse_launch(endpoint.launch)
+    command = launch.parse(endpoint.launch)
     default = Limits()
 
     def number(flag: str, fallback: int) -> int:
-        value = launch.value(flag)
-        return fallback if value is None else int(value)
+        value = command.whole(flag)
+        return fallback if value is None else value
 
     return Settings(
         state=endpoint.state.resolve(),
@@ -49,14 +49,11 @@ def settings_for(endpoint: Endpoint) -> Settings:
 
 def floor_figures(endpoint: Endpoint) -> tuple[float, int]:
     """(bandwidth in bytes/s, last-level cache in bytes) of one device, from the spec sheet: what the floor is made of."""
-    hardware = load_hardware(endpoint.hardware.name)
-    return hardware.read_bytes_per_s, cache_bytes()
+    return hardware.get(endpoint.hardware.name).read_bytes_per_s, cache_bytes()
 
 
 def cache_bytes() -> int:
     """The largest CPU cache that Linux reports."""
-    from pathlib import Path
-
     sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     units = {"K": 1 << 10, "M": 1 << 20}
     return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1] in units), default=0)

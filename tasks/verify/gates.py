@@ -9,6 +9,7 @@ import numpy as np
 
 from tideforge.engine import check, compare
 from tideforge.engine.measure import Answer
+from tideforge.engine.weights import to_float32
 from tideforge.errors import TideforgeError
 from tideforge.tasks.verify.probe import POISON, Probe, Recorder, drain
 
@@ -24,10 +25,10 @@ def _require_right(probe: Probe, chains: dict[str, list[int]], prompts: dict[str
     names = list(chains)
     answers = [Answer(prompts[name], tuple(chains[name]), ()) for name in names]
     found = check.worst(probe.reference, answers, probe.layers)
-    if found.gap > probe.bound:
+    if found.gap > probe.bounds.logit_gap:
         raise Caught(
             f"request {names[found.answer]}, token {found.position}: emitted {found.token}, the reference prefers "
-            f"{found.expected} by {found.gap:.4g} logits; the bound is {probe.bound:.4g}"
+            f"{found.expected} by {found.gap:.4g} logits; the bound is {probe.bounds.logit_gap:.4g}"
         )
     return found.gap
 
@@ -42,16 +43,18 @@ def interleaved_against_serial(probe: Probe) -> dict[str, Any]:
         requests = [probe.request(name, prompt, 6) for name, prompt in prompts.items()]
         chains[at_once] = drain(probe.core(recorder), requests, at_once)
         gap = _require_right(probe, chains[at_once], prompts)
-    worst = 0.0
+    worst, bound = 0.0, 2 * probe.bounds.logit  # both runs may be off, in opposite directions
     for name in prompts:
         for step, (a, b) in enumerate(zip(together.rows[name], alone.rows[name], strict=True)):
             difference = float(np.abs(a.logits - b.logits).max())
             worst = max(worst, difference)
-            if difference > probe.bound:
-                raise Caught(f"request {name}, token {step}: logits differ by {difference:.4g} beside neighbours; bound {probe.bound:.4g}")
+            if not difference <= bound:
+                raise Caught(
+                    f"request {name}, token {step}: logits differ by {difference:.4g} beside neighbours; bound {bound:.4g}"
+                )
             if chains[count][name][step] != chains[1][name][step]:
                 break  # a tie within the bound went the other way: from here on the prefixes differ
-    return {"max_logit_difference": worst, "worst_gap": gap, "bound": probe.bound}
+    return {"max_logit_difference": worst, "worst_gap": gap, "bound": bound}
 
 
 def canary_pages(probe: Probe) -> dict[str, Any]:
@@ -62,7 +65,7 @@ def canary_pages(probe: Probe) -> dict[str, Any]:
     chains = drain(probe.core(recorder), [probe.request(name, prompt, 3) for name, prompt in prompts.items()], 3)
     if recorder.violations:
         raise Caught("; ".join(recorder.violations[:3]))
-    return {"worst_gap": _require_right(probe, chains, prompts), "bound": probe.bound}
+    return {"worst_gap": _require_right(probe, chains, prompts), "bound": probe.bounds.logit_gap}
 
 
 def block_reuse(probe: Probe) -> dict[str, Any]:
@@ -81,7 +84,7 @@ def block_reuse(probe: Probe) -> dict[str, Any]:
     again = {f"{name}-again": prompt for name, prompt in prompts.items()}
     chains |= drain(core, [probe.request(name, prompt, 4) for name, prompt in again.items()], 2)
     gap = _require_right(probe, chains, prompts | again)
-    return {"worst_gap": gap, "bound": probe.bound, "preemptions": core.scheduler.num_preemptions}
+    return {"worst_gap": gap, "bound": probe.bounds.logit_gap, "preemptions": core.scheduler.num_preemptions}
 
 
 def written_kv(probe: Probe) -> dict[str, Any]:
@@ -94,41 +97,56 @@ def written_kv(probe: Probe) -> dict[str, Any]:
     keys, values = probe.reference.kv(tokens, probe.layers)
     slots = np.asarray(row.blocks)[np.arange(row.context) // probe.arena.layout.block_size]
     offsets = np.arange(row.context) % probe.arena.layout.block_size
-    tolerance, worst = compare.kv_tolerance(probe.arena.layout.dtype), 0.0
+    worst = 0.0
     for layer in probe.layers:
-        for name, expected, is_value in (("keys", keys[layer], False), ("values", values[layer], True)):
-            got = compare.to_float32(probe.arena.plane(layer, is_value)[slots, offsets], probe.arena.layout.dtype)
-            error = compare.relative_error(got, expected)
-            worst = max(worst, error)
-            if not error <= tolerance:
-                raise Caught(f"layer {layer} {name}: relative error {error:.4g} against the reference; tolerance {tolerance:.4g}")
-    return {"max_relative_error": worst, "tolerance": tolerance}
+        for name, expected, is_value, limits in (
+            ("keys", keys[layer], False, probe.bounds.key),
+            ("values", values[layer], True, probe.bounds.value),
+        ):
+            got = float32(probe.arena.plane(layer, is_value)[slots, offsets], probe.arena.layout.dtype)
+            errors = np.abs(got - expected)
+            worst = max(worst, float(errors.max()) / limits[layer])
+            if not errors.max() <= limits[layer]:
+                token, head, _ = np.unravel_index(int(np.nan_to_num(errors, nan=np.inf).argmax()), errors.shape)
+                raise Caught(
+                    f"layer {layer} {name}, token {token}, head {head}: off by {errors.max():.4g}; bound {limits[layer]:.4g}"
+                )
+    return {"worst_share_of_bound": worst, "layers": len(probe.layers), "tokens": row.context}
+
+
+def float32(plane: np.ndarray, dtype: str) -> np.ndarray:
+    """Pages as the authority sees them (16-bit floats as uint16) in fp32."""
+    if dtype == "bfloat16":
+        return to_float32("BF16", plane)
+    return plane.view(np.float16).astype(np.float32) if dtype == "float16" else plane
 
 
 def quality(probe: Probe) -> dict[str, Any]:
-    """Teacher-forced on real text: KL of the reference to the candidate a token, and top-1 agreement outside of ties."""
+    """Teacher-forced on real text: KL of the reference to the candidate a token, and its argmax within the derived gap."""
     count, start, length = min(8, probe.limits.max_num_seqs), 16, 40
     spans = dict(zip(map(str, range(count)), probe.spans([length] * count), strict=True))
     recorder = Recorder(probe.worker, probe.arena, forced={name: span[start:] for name, span in spans.items()})
-    drain(probe.core(recorder), [probe.request(name, span[:start], length - start) for name, span in spans.items()], count)
-    kl, agreed, decided = [], 0, 0
+    drain(
+        probe.core(recorder), [probe.request(name, span[:start], length - start) for name, span in spans.items()], count
+    )
+    kl, agreement, violations = [], [], []
     for name, span in spans.items():
         expected = probe.reference.logits(span, range(start - 1, length - 1), probe.layers)
         got = np.stack([row.logits for row in recorder.rows[name]])
         kl.append(compare.kl(expected, got))
-        top = np.sort(expected, axis=1)[:, -2:]
-        clear = top[:, 1] - top[:, 0] > probe.bound  # elsewhere reduction order may decide
-        agreed += int((expected.argmax(1) == got.argmax(1))[clear].sum())
-        decided += int(clear.sum())
+        agreement.append(compare.top1_agreement(expected, got))
+        violations += [(name, int(row)) for row in compare.top1_violations(expected, got, probe.bounds.logit_gap)]
     flat = np.concatenate(kl)
-    limit = compare.kl_bound(probe.bound)
-    figures = {
-        "kl_mean": float(flat.mean()), "kl_p99": float(np.quantile(flat, 0.99)), "kl_max": float(flat.max()), "kl_bound": limit,
-        "top1_agreement": agreed / max(decided, 1), "tokens": int(flat.size), "clear_tokens": decided,
+    if violations:
+        raise Caught(
+            f"request {violations[0][0]}, token {violations[0][1]}: another token on top; {len(violations)} in all"
+        )
+    if not flat.max() <= probe.bounds.kl_max:
+        raise Caught(f"KL of {flat.max():.4g} nats at token {int(flat.argmax())}; bound {probe.bounds.kl_max:.4g}")
+    return {
+        "kl_mean": float(flat.mean()), "kl_p99": float(np.quantile(flat, 0.99)), "kl_max": float(flat.max()),
+        "kl_bound": probe.bounds.kl_max, "top1_agreement": float(np.mean(agreement)), "tokens": int(flat.size),
     }  # fmt: skip
-    if not flat.max() <= limit or agreed != decided:
-        raise Caught(f"KL at most {flat.max():.4g} (bound {limit:.4g}), top-1 agreement {agreed}/{decided}")
-    return figures
 
 
 def determinism(probe: Probe) -> dict[str, Any]:

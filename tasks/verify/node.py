@@ -10,11 +10,12 @@ import dataclasses
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tideforge.data.workload import Workload
 from tideforge.engine import check, measure
+from tideforge.engine.compare import Bounds
 from tideforge.engine.config import Settings
 from tideforge.engine.evaluate import environment, new_core
 from tideforge.engine.events import log_event
@@ -63,7 +64,11 @@ class Verdict:
     @property
     def passed(self) -> bool:
         """All gates passed, all of them ran, and the gain's lower bound is above 1."""
-        return all(gate.passed for gate in self.gates) and {gate.name for gate in self.gates} >= set(GATES) and self.ci_low > 1
+        return (
+            all(gate.passed for gate in self.gates)
+            and {gate.name for gate in self.gates} >= set(GATES)
+            and self.ci_low > 1
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "passed": self.passed}
@@ -72,13 +77,21 @@ class Verdict:
 class Trialled:
     """Both workers of one verification, side by side, until closed."""
 
-    def __init__(self, settings: Settings, events: Any, incumbent: Forward, candidate: Forward, workload: Workload, bound: float) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        events: Any,
+        incumbent: Forward,
+        candidate: Forward,
+        workload: Workload,
+        bounds: Bounds,
+    ) -> None:
         self.lab = Lab(settings, events)
-        self.incumbent, self.candidate, self.workload, self.bound = incumbent, candidate, workload, bound
+        self.incumbent, self.candidate, self.workload, self.bounds = incumbent, candidate, workload, bounds
         self.corpus = workload.corpus[len(workload.corpus) // 2 :]
         self.layers = range(self.lab.config.num_hidden_layers)
         self.settings = settings.with_knobs(incumbent.knobs)
-        self.reference = Reference.start(settings.model)
+        self.reference = Reference.start(settings.model, settings.state)
         self.arena = self.lab.arena("verify-candidate")
         self.arena.fill(POISON)
         self.a = self._worker(incumbent, self.lab.arena("verify-incumbent"))
@@ -96,7 +109,7 @@ class Trialled:
 
     def probe(self) -> Probe:
         return Probe(
-            self.candidate.id, self.b, self.arena, self.reference, self.settings.limits, self.layers, self.bound, self.corpus,
+            self.candidate.id, self.b, self.arena, self.reference, self.settings.limits, self.layers, self.bounds, self.corpus,
             lambda: secrets.randbits(63),
         )  # fmt: skip
 
@@ -110,7 +123,7 @@ class Trialled:
             pair = self._pair(self.workload.held_out, turned=len(self.blocks) % 2 == 1)
         self.blocks.append(pair)
         answers = secrets.SystemRandom().sample(pair[1].answers, min(CHECKED_ANSWERS, len(pair[1].answers)))
-        check.require_right(self.reference, answers, self.layers, self.bound)
+        check.require_right(self.reference, answers, self.layers, self.bounds.logit_gap)
 
     def _pair(self, shapes: Any, turned: bool = False) -> tuple[measure.Block, measure.Block]:
         prompts = measure.draw_prompts(shapes, self.corpus, secrets.randbits(64))
@@ -135,11 +148,17 @@ def run_gate(name: str, probe: Probe) -> GateResult:
 
 
 def examine(
-    settings: Settings, events: Any, incumbent: Forward, candidate: Forward, workload: Workload, bound: float, pairs: int,
+    settings: Settings,
+    events: Any,
+    incumbent: Forward,
+    candidate: Forward,
+    workload: Workload,
+    bounds: Bounds,
+    pairs: int,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Verdict:
     """All gates and `pairs` timed pairs, in random order. Never raises for what the candidate did."""
-    with contextlib.closing(Trialled(settings, events, incumbent, candidate, workload, bound)) as trialled:
+    with contextlib.closing(Trialled(settings, events, incumbent, candidate, workload, bounds)) as trialled:
         gates: list[GateResult] = []
         actions = [*GATES, *[""] * pairs]
         random.Random(secrets.randbits(64)).shuffle(actions)
@@ -154,9 +173,11 @@ def examine(
                     trialled.timed_pair()
                     progress(f"held-out pair {len(trialled.blocks)} of {pairs}")
         except CandidateError as error:
-            gates.append(GateResult("answers", False, f"{error.outcome}: {error.message}", time.perf_counter() - begin, {}))
+            gates.append(
+                GateResult("answers", False, f"{error.outcome}: {error.message}", time.perf_counter() - begin, {})
+            )
         else:
-            figures = {"answers": CHECKED_ANSWERS * pairs, "bound": bound}
+            figures = {"answers": CHECKED_ANSWERS * pairs, "bound": bounds.logit_gap}
             gates.append(GateResult("answers", True, "", time.perf_counter() - begin, figures))
         return _verdict(trialled, gates)
 
@@ -173,7 +194,7 @@ def _verdict(trialled: Trialled, gates: list[GateResult]) -> Verdict:
         pairs=tuple((a.output_tps, b.output_tps) for a, b in blocks),
         ratio=score.ratio, ci_low=score.low, ci_high=score.high,
         ttft_ms=1e3 * ttft, tps_per_user_p50=p50, tps_per_user_p90=p90,
-        bound=trialled.bound, weights_sha256=trialled.lab.weights_sha256, environment=environment(),
+        bound=trialled.bounds.logit_gap, weights_sha256=trialled.lab.weights_sha256, environment=environment(),
     )  # fmt: skip
 
 
@@ -198,12 +219,17 @@ def verify(run: Run, endpoint: Endpoint) -> Manifest:
         raise UserError(str(forwards / inputs["finalist"]), "its files do not hash to its name", "run the search again")
     verdict = examine(
         settings_for(endpoint), run.folder, Forward.load(forwards / inputs["incumbent"]), candidate,
-        Workload.read(run.path(run.need("workload"), "workload")), float(search.extra["bound"]),
+        Workload.read(run.path(run.need("workload"), "workload")), bounds_from(search.extra["bounds"]),
         endpoint.budget.held_out_pairs, lambda line: log_event(run.folder, "verify", line=line),
     )  # fmt: skip
     output = run.write_json("verdict", verdict.to_dict())
     extra = {"passed": verdict.passed, "forward": verdict.forward, "reason": reason(verdict)}
     return run.finish("verify", inputs, {"verdict": output}, extra, started=started)
+
+
+def bounds_from(raw: Mapping[str, Any]) -> Bounds:
+    """Bounds as the search derived and stored them."""
+    return Bounds(**{**raw, "key": tuple(raw["key"]), "value": tuple(raw["value"])})
 
 
 def reason(verdict: Verdict) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from tideforge.engine.blocks import BlockPool
+from tideforge.engine.compare import Bounds
 from tideforge.engine.core import EngineCore
 from tideforge.engine.executor import Executor
 from tideforge.engine.memory import Arena
@@ -35,7 +36,9 @@ class Recorder:
     `forced` maps request id -> tokens to emit instead of the sampled ones (teacher forcing).
     """
 
-    def __init__(self, inner: Executor, arena: Arena, forced: Mapping[str, Sequence[int]] | None = None, guard: bool = False) -> None:
+    def __init__(
+        self, inner: Executor, arena: Arena, forced: Mapping[str, Sequence[int]] | None = None, guard: bool = False
+    ) -> None:
         self.inner, self.arena, self.forced, self.guard = inner, arena, forced or {}, guard
         self.rows: dict[str, list[Row]] = {}
         self.violations: list[str] = []
@@ -60,7 +63,9 @@ class Recorder:
             if changed.any():
                 slot = int(np.flatnonzero(changed)[0])
                 name = "values" if index % 2 else "keys"
-                self.violations.append(f"layer {index // 2} {name}: slot {slot} was written, {int(changed.sum())} in all")
+                self.violations.append(
+                    f"layer {index // 2} {name}: slot {slot} was written, {int(changed.sum())} in all"
+                )
 
     def _record(self, step: Step, tokens: list[int]) -> list[int]:
         logits = self.arena.logits(len(tokens)).copy()
@@ -85,7 +90,7 @@ class Probe:
     reference: Reference
     limits: SchedulerLimits
     layers: range
-    bound: float
+    bounds: Bounds
     text: tuple[int, ...]  # token ids of real text that no search saw
     secret: Callable[[], int]
 

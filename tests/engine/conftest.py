@@ -20,19 +20,22 @@ def tiny(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def lab(tiny, tmp_path_factory):
-    state = tmp_path_factory.mktemp("lab")
-    lab = Lab(Settings(state=state, model=tiny, num_blocks=64))
+def lab(tiny, tmp_path_factory, end_keeper):
+    lab = Lab(Settings(state=tmp_path_factory.mktemp("lab"), model=tiny, num_blocks=64))
+    end_keeper(lab.settings.state)
     assert lab.weights_sha256  # starts the keeper
     yield lab
     lab.close()
-    end_keeper(state)
 
 
-def end_keeper(state: Path) -> None:
-    status = keeper_status(state)
-    if status is not None:
-        os.kill(status["pid"], signal.SIGTERM)
+@pytest.fixture(scope="module")
+def end_keeper():
+    """Ends the keeper of a state folder when the module is done: call it with the folder."""
+    states: list[Path] = []
+    yield states.append
+    for state in states:
+        if (status := keeper_status(state)) is not None:
+            os.kill(status["pid"], signal.SIGTERM)
 
 
 @pytest.fixture(scope="session")

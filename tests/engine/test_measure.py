@@ -24,7 +24,9 @@ class Counting:
 
 
 def side(name: str = "f") -> measure.Side:
-    return measure.Side.of(name, EngineCore(Limits(max_num_seqs=4, max_num_batched_tokens=32), BlockPool(64, 4)), Counting())
+    return measure.Side.of(
+        name, EngineCore(Limits(max_num_seqs=4, max_num_batched_tokens=32), BlockPool(64, 4)), Counting()
+    )
 
 
 SHAPES = [RequestShape(5, 3), RequestShape(7, 4), RequestShape(6, 2)]
@@ -51,7 +53,9 @@ def test_lockstep_turns_the_order_round_and_gives_one_pair_a_step():
     a, b = side("a"), side("b")
     block_a, block_b, pairs = measure.lockstep(a, b, SHAPES, PROMPTS)
     assert len(pairs) == a.core._executors["a"].steps == b.core._executors["b"].steps
-    assert block_a.seconds == pytest.approx(sum(x for x, _ in pairs)) and block_b.seconds == pytest.approx(sum(y for _, y in pairs))
+    assert block_a.seconds == pytest.approx(sum(x for x, _ in pairs)) and block_b.seconds == pytest.approx(
+        sum(y for _, y in pairs)
+    )
 
 
 def test_the_interval_of_equal_arms_covers_one_as_often_as_it_says():

@@ -1,0 +1,210 @@
+"""The reference in a process of its own, and the client that asks it. The client imports no torch.
+
+Quality is always measured against the checkpoint's plain fp32 forward, never against the incumbent: small losses would add
+up night by night. `python -m tideforge.engine.reference --fd N --model DIR` serves one socket until it closes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tideforge.engine import compare, protocol
+from tideforge.errors import PeerGone, ProtocolError, UserError
+
+if TYPE_CHECKING:
+    from tideforge.engine.reference_model import ReferenceModel
+
+START_TIMEOUT_S = 120.0
+CALL_TIMEOUT_S = 900.0
+ORDERS = 3  # reduction orders that a noise measurement tries
+NOISE_TOKENS = 128  # rows that it looks at, in sequences of NOISE_SEQUENCE
+NOISE_SEQUENCE = 64
+
+
+class Reference:
+    """A running reference process. Thread-safe: one question at a time. Close it to end the process."""
+
+    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
+        self.process, self._sock, self._lock = process, sock, threading.Lock()
+
+    @classmethod
+    def start(cls, model: Path, state: Path | None = None, threads: int = 1) -> Reference:
+        """Starts the process and waits until the model is open. Its log is `<state>/logs/reference.log`.
+
+        Raises UserError when the model cannot be read.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        command = [
+            sys.executable,
+            "-m",
+            "tideforge.engine.reference",
+            "--fd",
+            str(theirs.fileno()),
+            "--model",
+            str(model),
+        ]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        log_path = Path(os.devnull) if state is None else state / "logs" / "reference.log"
+        if state is not None:
+            log_path.parent.mkdir(parents=True, exist_ok=True)
+        with theirs, log_path.open("ab") as log:
+            process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env=environment, start_new_session=True,
+            )  # fmt: skip
+        reference = cls(process, ours)
+        try:
+            reference._receive(START_TIMEOUT_S)
+        except BaseException:
+            reference.close()
+            raise
+        return reference
+
+    def score(
+        self, tokens: Sequence[int], start: int, layers: range | None = None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Teacher-forced on the chain itself: for tokens[start:], each [T'], the reference's maximum logit, its logit of
+        the emitted token, and the token that it prefers. `start` >= 1."""
+        if not 1 <= start < len(tokens):
+            raise ValueError("score needs a token before the first scored one, and one to score")
+        arrays = self._ask({"type": "score", "start": start}, tokens, layers)
+        return arrays["maximum"], arrays["emitted"], arrays["argmax"]
+
+    def logits(
+        self, tokens: Sequence[int], rows: Sequence[int] | None = None, layers: range | None = None
+    ) -> np.ndarray:
+        """fp32 [len(rows), V]; row i follows tokens[: i + 1]. All rows if None."""
+        wanted = None if rows is None else [int(row) for row in rows]
+        return self._ask({"type": "logits", "rows": wanted}, tokens, layers)["logits"]
+
+    def kv(self, tokens: Sequence[int], layers: range | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Keys (rotated) and values of every token, fp32 [L, T, H_kv, D]."""
+        arrays = self._ask({"type": "kv"}, tokens, layers)
+        return arrays["keys"], arrays["values"]
+
+    def noise(self, dtype: str, tokens: Sequence[int] | None = None, layers: range | None = None) -> compare.Noise:
+        """What reduction order at `dtype` does to this model, on up to 128 of `tokens` (real text; seeded ids if None)."""
+        header = {"type": "noise", "dtype": dtype}
+        answer = self._exchange(header, [] if tokens is None else tokens[:NOISE_TOKENS], layers)
+        raw = answer.header["noise"]
+        return compare.Noise(**{**raw, "key_max": tuple(raw["key_max"]), "value_max": tuple(raw["value_max"])})
+
+    def bounds(self, dtype: str, tokens: Sequence[int] | None = None, layers: range | None = None) -> compare.Bounds:
+        return compare.bounds(self.noise(dtype, tokens, layers))
+
+    def bound(self, dtype: str, tokens: Sequence[int] | None = None, layers: range | None = None) -> float:
+        """How far below the reference's maximum an emitted token may lie, in logits; derived in compare.py."""
+        return compare.bound(self.noise(dtype, tokens, layers))
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._sock.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+    def _ask(self, header: Mapping[str, Any], tokens: Sequence[int], layers: range | None) -> dict[str, np.ndarray]:
+        return self._exchange(header, tokens, layers).arrays
+
+    def _exchange(self, header: Mapping[str, Any], tokens: Sequence[int], layers: range | None) -> protocol.Message:
+        span = None if layers is None else [layers.start, layers.stop]
+        with self._lock:
+            protocol.send(self._sock, {**header, "layers": span}, {"tokens": np.asarray(tokens, np.int64)})
+            return self._receive(CALL_TIMEOUT_S)
+
+    def _receive(self, timeout_s: float) -> protocol.Message:
+        answer = protocol.recv(self._sock, timeout_s)
+        if answer.type == "user_error":
+            raise UserError(*(str(part) for part in answer.header["parts"]))
+        if answer.type == "error":
+            raise ProtocolError(f"reference: {answer.header['message']}")
+        return answer
+
+
+def answer(model: ReferenceModel, message: protocol.Message) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """One question -> (header, arrays)."""
+    head, tokens = message.header, message.arrays["tokens"].tolist()
+    layers = None if head["layers"] is None else range(*head["layers"])
+    if message.type == "score":
+        result = model.forward(tokens, range(head["start"] - 1, len(tokens) - 1), layers)
+        logits, emitted = result.logits.numpy(), np.asarray(tokens[head["start"] :])
+        chosen = np.take_along_axis(logits, emitted[:, None], axis=1)[:, 0]
+        return {"type": "score"}, {"maximum": logits.max(1), "emitted": chosen, "argmax": logits.argmax(1)}
+    if message.type == "logits":
+        return {"type": "logits"}, {"logits": model.forward(tokens, head["rows"], layers).logits.numpy()}
+    if message.type == "kv":
+        result = model.forward(tokens, [], layers)
+        return {"type": "kv"}, {"keys": result.keys.numpy(), "values": result.values.numpy()}
+    if message.type == "noise":
+        return {"type": "noise", "noise": dataclasses.asdict(measure_noise(model, head["dtype"], tokens, layers))}, {}
+    raise ProtocolError(f"the reference does not know {message.type!r}")
+
+
+def measure_noise(model: ReferenceModel, dtype: str, tokens: Sequence[int], layers: range | None) -> compare.Noise:
+    """Runs the model in fp32 and in ORDERS other reduction orders at `dtype`, over sequences of NOISE_SEQUENCE tokens."""
+    import torch
+
+    from tideforge.engine.reference_model import Arithmetic, Reordered, as_numpy
+
+    if not tokens:
+        tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, NOISE_TOKENS).tolist()
+    chains = [tokens[i : i + NOISE_SEQUENCE] for i in range(0, len(tokens), NOISE_SEQUENCE)]
+
+    def run(arithmetic: Arithmetic) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        parts = [as_numpy(model.forward(chain, None, layers, arithmetic)) for chain in chains]
+        logits, keys, values = zip(*parts, strict=True)
+        return np.concatenate(logits), np.concatenate(keys, axis=1), np.concatenate(values, axis=1)
+
+    base = run(Arithmetic())
+    return compare.measure(dtype, base, [run(Reordered(getattr(torch, dtype), seed)) for seed in range(ORDERS)])
+
+
+def serve(sock: socket.socket, folder: Path) -> None:
+    """Answers until the peer is gone. A question that fails is answered with the reason; the next one is served."""
+    from tideforge.engine.reference_model import ReferenceModel
+
+    try:
+        model = ReferenceModel(folder)
+    except UserError as error:
+        protocol.send(sock, {"type": "user_error", "parts": [error.thing, error.problem, error.remedy]})
+        return
+    protocol.send(sock, {"type": "ready"})
+    while True:
+        try:
+            message = protocol.recv(sock)
+        except PeerGone:
+            return
+        try:
+            header, arrays = answer(model, message)
+        except UserError as error:
+            header, arrays = {"type": "user_error", "parts": [error.thing, error.problem, error.remedy]}, {}
+        except (ProtocolError, ValueError, IndexError, KeyError, RuntimeError) as error:
+            header, arrays = {"type": "error", "message": f"{type(error).__name__}: {error}"}, {}
+        protocol.send(sock, header, arrays)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="answer questions about a checkpoint's plain fp32 forward")
+    parser.add_argument("--fd", type=int, required=True, help="inherited socket to the one who asks")
+    parser.add_argument("--model", type=Path, required=True)
+    args = parser.parse_args()
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    with socket.socket(fileno=args.fd) as sock:
+        serve(sock, args.model)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""The persistent engine: it starts once, candidates come and go, and nothing finished is lost when anything is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tideforge.data.workload import RequestShape, Workload
+from tideforge.engine.client import EngineClient
+from tideforge.engine.config import Settings
+from tideforge.engine.evaluate import ServiceConfig
+from tideforge.engine.events import read_events
+from tideforge.engine.forward import Forward
+from tideforge.engine.guard import start_detached
+from tideforge.engine.outcome import Outcome
+from tideforge.errors import UserError
+
+
+LLAMA = Path(__file__).parents[2] / "engine" / "models" / "llama"
+
+
+@pytest.fixture
+def night(tiny, tmp_path, end_keeper):
+    corpus = tuple((7 * i + i // 11) % 250 for i in range(2000))
+    shapes = tuple(RequestShape(6 + i, 4) for i in range(4))
+    workload = Workload(users=4, search=shapes, held_out=shapes, corpus=corpus, profile="p", seed=0)
+    (tmp_path / "workload.json").write_text(workload.to_json())
+    state = tmp_path / "s"
+    state.mkdir()
+    end_keeper(state)
+    config = ServiceConfig(
+        settings=Settings(state=state, model=tiny, num_blocks=64),
+        night=tmp_path,
+        incumbent=LLAMA,
+        workload=tmp_path / "workload.json",
+        passes=1,
+        exit_at=time.time() + 100,
+    )
+    config.write(tmp_path / "service.json")
+    command = [sys.executable, "-m", "tideforge.engine.supervise", "--config", str(tmp_path / "service.json")]
+    start_detached(command, tmp_path / "service.log")
+    client = EngineClient(state / "engine.sock", patience_s=60)
+    yield client, tmp_path
+    client.stop()
+
+
+def variant(client: EngineClient, text: str) -> Forward:
+    forward = client.incumbent()
+    return forward.with_file("forward.py", forward.files["forward.py"] + text)
+
+
+def test_trials_pass_fail_and_repeat(night):
+    client, folder = night
+    good, twice = variant(client, "\n# the same arithmetic\n"), variant(client, "\n# again\n")
+    doubled = good.files["forward.py"].replace("* F.linear(x, self.up_proj)", "* (1.5 * F.linear(x, self.up_proj))")
+    submissions = {
+        "passed": good,
+        "wrong": good.with_file("forward.py", doubled),
+        "forward_error": variant(client, "\ndef build(ctx):\n    return None\n"),
+        "refused": variant(client, "\nimport socket\n"),
+        "syntax_error": variant(client, "\ndef (:\n"),
+        "knobs": good.with_file("knobs.json", '{"threads": 2}'),
+    }
+    ids = {name: client.submit(forward, submitter="test") for name, forward in submissions.items()}
+    assert client.submit(good) == ids["passed"], "the same forward is the same trial"
+    client.submit(twice)
+    done = {name: client.wait(trial, 60) for name, trial in ids.items()}
+    assert done.pop("knobs").outcome is Outcome.REFUSED
+    assert {name: trial.outcome and trial.outcome.value for name, trial in done.items()} == {
+        name: name for name in done
+    }
+    figures = done["passed"].figures
+    assert figures is not None and 0.2 < figures.ratio < 5 and figures.ci_low < figures.ratio < figures.ci_high
+    assert "reference prefers" in done["wrong"].message
+    assert client.source()["engine/contract.py"].startswith('"""The seam')
+    with pytest.raises(Exception, match="no trial"):
+        client.trial("nothing")
+
+
+def test_a_killed_service_goes_on_and_counts_nothing_twice(night):
+    client, folder = night
+    first = client.submit(variant(client, "\n# 1\n"))
+    assert client.wait(first, 60).outcome is Outcome.PASSED
+    finished = client.trial(first)
+    rest = [client.submit(variant(client, f"\n# {n}\n")) for n in (2, 3)]
+    os.kill(client.status()["pid"], signal.SIGKILL)
+    done = [client.wait(trial, 90) for trial in rest]
+    assert [trial.outcome for trial in done] == [Outcome.PASSED] * 2
+    assert client.trial(first) == finished and len(client.trials()) == 3
+    events = [event["event"] for event in read_events(folder)]
+    assert events.count("service_start") == 2 and events.count("service_died") == 1
+    assert events.count("trial_end") == 3
+    assert sum(event["event"] == "weight_load" for event in read_events(folder / "s")) == 1
+
+
+def test_a_killed_measuring_worker_costs_no_trial(night):
+    client, folder = night
+    client.submit(variant(client, "\n# 1\n"))
+    workers = [event["worker"] for event in read_events(folder) if event["event"] == "worker_start"]
+    os.kill(workers[0], signal.SIGKILL)  # the incumbent's: started first
+    trial = client.wait(client.submit(variant(client, "\n# 2\n")), 60)
+    assert trial.outcome is Outcome.PASSED, trial.message
+    assert all(one.outcome is Outcome.PASSED for one in client.trials())
+
+
+def test_nobody_there_is_one_line_with_the_remedy(tmp_path):
+    with pytest.raises(UserError, match="no engine answers there"):
+        EngineClient(Path(tmp_path) / "engine.sock", patience_s=0).queue()
