@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tideforge.data.distribution import outputs, prompts, rank_correlation
+from tideforge.data.profile import HISTOGRAMS_SCHEMA, make_profile, profile_logs, write_histograms
+from tideforge.data.profile_records import Profile, bin_edges
+from tideforge.data.readers import connect, read_logs
+from tideforge.data.schema import LOG_SCHEMA
+from tideforge.errors import UserError
+
+START = datetime.datetime(2026, 1, 1, 23, 59, tzinfo=datetime.UTC)
+
+
+def log(path: Path, rows: list[dict[str, Any]]) -> Path:
+    full = [
+        {"request_id": f"r{number}", "prompt_tokens": 8, "output_tokens": 4, **row} for number, row in enumerate(rows)
+    ]
+    pq.write_table(pa.Table.from_pylist(full, schema=LOG_SCHEMA), path)
+    return path
+
+
+def at(second: float, **fields: Any) -> dict[str, Any]:
+    return {"arrival": START + datetime.timedelta(seconds=second), **fields}
+
+
+@pytest.fixture(scope="module")
+def azure() -> Profile:
+    return profile_logs(["sample:azure_conv_2023"])
+
+
+def test_the_same_log_gives_the_same_hash_wherever_it_lies(tmp_path: Path) -> None:
+    rows = [
+        at(n * 0.7, prompt_tokens=1 + n % 37, latency_ms=n * 13.7, region="eu" if n % 3 else "us") for n in range(400)
+    ]
+    one = log(tmp_path / "one.parquet", rows)
+    (tmp_path / "sub").mkdir()
+    other = Path(shutil.copy(one, tmp_path / "sub" / "zzz.parquet"))
+    table = pq.read_table(one)
+    pq.write_table(table.slice(200), tmp_path / "sub" / "b.parquet")
+    pq.write_table(table.slice(0, 200), tmp_path / "sub" / "c.parquet")
+    split = [str(tmp_path / "sub" / name) for name in ("b.parquet", "c.parquet")]
+    found = {profile_logs(names).sha256 for names in ([str(one)], [str(other)], split, [str(one), *split])}
+    assert len(found) == 1
+    rows[7]["prompt_tokens"] = 4096
+    assert profile_logs([str(log(tmp_path / "two.parquet", rows))]).sha256 not in found
+
+
+def test_threads_do_not_change_the_hash(azure: Profile) -> None:
+    from tideforge.data.logs import find_logs
+
+    reading = read_logs(find_logs(["sample:azure_conv_2023"]))
+    reading.db.execute("SET threads = 1")
+    assert make_profile(reading.db).sha256 == azure.sha256
+
+
+def test_lengths_agree_with_plain_python(azure: Profile) -> None:
+    from tideforge.data.logs import sample_path
+
+    table = pq.read_table(sample_path("azure_conv_2023"))
+    prompt, output = table["prompt_tokens"].to_pylist(), table["output_tokens"].to_pylist()
+    for lengths, values in (
+        (azure.prompt, prompt),
+        (azure.output, output),
+        (azure.context, [*map(sum, zip(prompt, output, strict=True))]),
+    ):
+        ordered = sorted(values)
+        assert (lengths.least, lengths.most, lengths.mean) == (ordered[0], ordered[-1], sum(values) / len(values))
+        for name, value in lengths.quantiles.items():
+            assert value == ordered[math.ceil(float(name[1:]) / 100 * len(ordered) - 1e-9) - 1], name
+    cells: dict[tuple[int, int], int] = {}
+    for pair in zip(prompt, output, strict=True):
+        cell = (math.floor(4 * math.log2(pair[0])), math.floor(4 * math.log2(pair[1])))
+        cells[cell] = cells.get(cell, 0) + 1
+    assert {(x, y): n for x, y, n in azure.joint} == cells
+
+
+def test_bins_meet_without_gap_or_overlap() -> None:
+    for length in [*range(1, 5000), 2**20, 2**20 - 1, 2**20 + 1]:
+        low, high = bin_edges(math.floor(4 * math.log2(length)))
+        assert low <= length < high
+
+
+def test_arrivals_and_burstiness(tmp_path: Path) -> None:
+    even = profile_logs([str(log(tmp_path / "a.parquet", [at(n) for n in range(600)]))]).arrivals
+    assert even.per_minute == {"p50": 60, "p90": 60, "p99": 60, "most": 60}
+    assert even.dispersion == 0 and even.gap_cv == 0 and even.mean_per_s == pytest.approx(600 / 599)
+    bursts = profile_logs([str(log(tmp_path / "b.parquet", [at(180 * (n // 100)) for n in range(600)]))]).arrivals
+    assert bursts.per_minute["p50"] == 0 and bursts.per_minute["most"] == 100
+    assert bursts.dispersion is not None and bursts.dispersion > 10 and bursts.gap_cv is not None and bursts.gap_cv > 5
+
+
+def test_concurrency_uses_latency_where_there_is_one(tmp_path: Path) -> None:
+    rows = [at(0, latency_ms=10_000.0), at(2, latency_ms=2_000.0), at(4, latency_ms=6_000.0)]
+    flight = profile_logs([str(log(tmp_path / "a.parquet", rows))]).concurrency
+    assert (flight.p50, flight.p90, flight.most, flight.measured_requests) == (2, 2, 2, 3)
+    assert flight.mean == pytest.approx(1.8)
+    ruled = profile_logs([str(log(tmp_path / "b.parquet", [at(0, prompt_tokens=4000, output_tokens=100)]))]).concurrency
+    assert (ruled.measured_requests, ruled.most) == (0, 1) and "0.25 ms a prompt token" in ruled.rule
+
+
+def test_one_request_is_a_profile(tmp_path: Path) -> None:
+    made = profile_logs([str(log(tmp_path / "a.parquet", [at(0, latency_ms=0.0)]))])
+    assert (made.requests, made.span_s, made.arrivals.gap_cv, made.concurrency.mean) == (1, 0.0, None, 0.0)
+
+
+def test_groups_prefixes_and_timings(tmp_path: Path) -> None:
+    rows = [
+        at(n, region="eu", model="m", prompt_tokens=100, cached_tokens=50, prefix_hashes=[1, 2], tenant="t")
+        for n in range(30)
+    ]
+    rows += [at(60 + n, region="us", prompt_tokens=900, output_tokens=77, ttft_ms=float(n)) for n in range(10)]
+    made = profile_logs([str(log(tmp_path / "a.parquet", rows))])
+    assert {name: group.requests for name, group in made.regions.items()} == {"eu": 30, "us": 10}
+    assert made.regions["us"].output_p50 == 77 and sum(cell[2] for cell in made.regions["us"].joint) == 10
+    assert list(made.models) == ["m"] and {hour: group.requests for hour, group in made.hours.items()} == {
+        "23": 30,
+        "00": 10,
+    }
+    assert made.prefixes.cached_share == 0.5 and made.prefixes.repeated_share == pytest.approx(1 - 2 / 60)
+    assert made.timings["ttft_ms"]["p50"] == 4.0 and made.tenants == 1
+
+
+def test_last_hours_counts_from_the_newest_arrival(tmp_path: Path) -> None:
+    path = log(tmp_path / "a.parquet", [at(n * 600) for n in range(13)])
+    assert profile_logs([str(path)], last_hours=1).requests == 7
+
+
+def test_a_log_of_bad_rows_has_no_profile(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no good rows"):
+        profile_logs([str(log(tmp_path / "a.parquet", [at(0, prompt_tokens=0)]))])
+
+
+def test_a_profile_file_is_read_back_or_refused(tmp_path: Path, azure: Profile) -> None:
+    path = tmp_path / "p.json"
+    path.write_bytes(azure.to_json())
+    assert Profile.read(path) == azure and Profile.read(path).sha256 == azure.sha256
+    value = json.loads(azure.to_json())
+    for broken, problem in (
+        ({**value, "version": 99}, "version 99"),
+        ({"version": 1}, "requests"),
+        ([], "not a profile"),
+    ):
+        path.write_text(json.dumps(broken))
+        with pytest.raises(UserError, match=problem):
+            Profile.read(path)
+
+
+def test_no_text_leaks_into_profile_or_histograms(tmp_path: Path) -> None:
+    secret = "the launch code is swordfish"
+    rows = [at(n, prompt_text=secret, output_text=secret, tenant="acme-corp") for n in range(5)]
+    reading = read_logs([log(tmp_path / "a.parquet", rows)])
+    write_histograms(reading.db, tmp_path / "h.parquet")
+    seen = make_profile(reading.db).to_json().decode() + str(pq.read_table(tmp_path / "h.parquet").to_pylist())
+    assert "swordfish" not in seen and "acme" not in seen
+
+
+def test_histograms_hold_every_request(tmp_path: Path) -> None:
+    reading = read_logs([log(tmp_path / "a.parquet", [at(n * 5, region="eu", prompt_tokens=1 + n) for n in range(50)])])
+    write_histograms(reading.db, tmp_path / "h.parquet")
+    table = pq.read_table(tmp_path / "h.parquet")
+    assert table.schema.equals(HISTOGRAMS_SCHEMA)
+    query = (
+        "SELECT histogram, by_kind, sum(weight)::BIGINT FROM table_ WHERE histogram != 'concurrency_us' GROUP BY ALL"
+    )
+    db: duckdb.DuckDBPyConnection = connect()
+    db.register("table_", table)
+    assert set(db.execute(query).fetchall()) == {
+        ("joint", "all", 50), ("joint", "region", 50), ("context", "all", 50), ("arrivals_per_minute", "all", 50),
+    }  # fmt: skip
+
+
+def test_interpolated_quantiles_stay_within_a_bin_of_the_exact_ones(azure: Profile) -> None:
+    for lengths, binned in ((azure.prompt, prompts(azure.joint)), (azure.output, outputs(azure.joint))):
+        for name, exact in lengths.quantiles.items():
+            probability = float(name[1:]) / 100
+            assert 2**-0.26 < binned.quantile(probability) / exact < 2**0.26
+            assert binned.cdf(binned.quantile(probability)) == pytest.approx(probability, abs=1e-9)
+
+
+def test_rank_correlation_of_the_extremes() -> None:
+    assert rank_correlation(tuple((n, n, 5) for n in range(8, 20))) == pytest.approx(1)
+    assert rank_correlation(tuple((n, 40 - n, 5) for n in range(8, 20))) == pytest.approx(-1)
+    assert rank_correlation(((8, 8, 5),)) == 0

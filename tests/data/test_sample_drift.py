@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import datetime
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from tideforge.data.drift import detect
+from tideforge.data.profile import make_profile, profile_logs
+from tideforge.data.profile_records import Profile
+from tideforge.data.readers import connect
+from tideforge.data.sample import PromptMap, ks_prompts, sample_workload
+from tideforge.data.schema import REQUESTS_SCHEMA
+from tideforge.data.workload import Workload
+from tideforge.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def azure() -> Profile:
+    return profile_logs(["sample:azure_conv_2023"])
+
+
+def sample(profile: Profile, **changes: Any) -> Workload:
+    numbers: dict[str, Any] = {
+        "users": 16, "prompt_tokens": (16, 32), "output_tokens": 48, "search_output_tokens": 8,
+        "corpus_ids": range(4000), "seed": 3,
+    }  # fmt: skip
+    return sample_workload(profile, **{**numbers, **changes})
+
+
+def made(lengths: list[tuple[str, int, int]]) -> Profile:
+    """A profile of (region, prompt, output) a second apart."""
+    start = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+    rows = [
+        {
+            "request_id": str(number), "arrival": start + datetime.timedelta(seconds=number),
+            "region": region, "prompt_tokens": prompt, "output_tokens": output,
+        }
+        for number, (region, prompt, output) in enumerate(lengths)
+    ]  # fmt: skip
+    db = connect()
+    db.register("requests", pa.Table.from_pylist(rows, schema=REQUESTS_SCHEMA))
+    return make_profile(db)
+
+
+def lognormal(seed: int, count: int, prompt: float = 600, output: float = 120, region: str = "eu") -> list[Any]:
+    rng = random.Random(seed)
+    return [
+        (region, int(prompt * rng.lognormvariate(0, 0.8)) + 1, int(output * rng.lognormvariate(0, 0.8)) + 1)
+        for _ in range(count)
+    ]
+
+
+def test_a_sample_has_the_asked_shape(azure: Profile) -> None:
+    made_ = sample(azure)
+    assert (len(made_.search), len(made_.held_out), made_.users) == (64, 128, 16)
+    assert {shape.output_tokens for shape in made_.search} == {8} and {
+        shape.output_tokens for shape in made_.held_out
+    } == {48}
+    assert all(16 <= shape.prompt_tokens <= 32 for shape in made_.search + made_.held_out)
+    assert len({shape.prompt_tokens for shape in made_.held_out}) > 5
+    arrivals = [shape.arrival_s for shape in made_.held_out]
+    assert arrivals[0] == 0 and arrivals == sorted(arrivals)
+    assert made_.profile == azure.sha256 and made_.corpus == tuple(range(4000))
+
+
+def test_the_same_seed_gives_the_same_bytes(azure: Profile) -> None:
+    assert sample(azure).to_json() == sample(azure).to_json() != sample(azure, seed=4).to_json()
+    assert Workload.from_json(sample(azure).to_json()) == sample(azure)
+
+
+def test_scaling_keeps_order_and_reports_its_distance(azure: Profile) -> None:
+    mapping = PromptMap(29, 4142, 16, 32)
+    scaled = [mapping.scaled(length) for length in range(1, 20000, 7)]
+    assert scaled == sorted(scaled) and (scaled[0], scaled[-1]) == (16, 32)
+    assert mapping.original(16) == pytest.approx(29) and mapping.original(32) == pytest.approx(4142)
+    large = [shape.prompt_tokens for shape in sample(azure, held_out_requests=4000).held_out]
+    assert ks_prompts(azure, mapping, large) < 0.02
+    assert ks_prompts(azure, mapping, [16] * 100) > 0.9
+    text = " ".join(sample(azure).notes)
+    assert "KS distance" in text and "29 to 4142" in text and "rank correlation" in text
+
+
+def test_one_length_only_can_be_scaled(azure: Profile) -> None:
+    flat = made([("eu", 500, 20)] * 50)
+    assert {shape.prompt_tokens for shape in sample(flat).search} == {24}
+    assert {shape.prompt_tokens for shape in sample(azure, prompt_tokens=(20, 20)).search} == {20}
+
+
+def test_bad_numbers_are_named(azure: Profile) -> None:
+    with pytest.raises(UserError, match="prompt_tokens"):
+        sample(azure, prompt_tokens=(32, 16))
+    with pytest.raises(UserError, match="corpus"):
+        sample(azure, corpus_ids=range(100))
+
+
+@pytest.mark.parametrize("count", [200, 2000])
+def test_the_same_traffic_does_not_drift(count: int) -> None:
+    old = made(lognormal(0, 3000))
+    decisions = [detect(old, made(lognormal(seed, count)), 0.2, 200) for seed in range(1, 9)]
+    assert [decision.reason for decision in decisions if decision.drifted] == []
+    assert all("psi" in decision.figures["all"] and "prompt_p90" in decision.figures["all"] for decision in decisions)
+    json.dumps([decision.figures for decision in decisions], allow_nan=False)
+
+
+@pytest.mark.parametrize(("changes", "word"), [({"prompt": 1200}, "prompt_p50"), ({"output": 60}, "output_p90")])
+def test_a_level_shift_is_drift(changes: dict[str, float], word: str) -> None:
+    decision = detect(made(lognormal(0, 3000)), made(lognormal(1, 400, **changes)), 0.2, 200)
+    assert decision.drifted and word in decision.reason
+    assert abs(decision.figures["all"][word]["shift"]) > 0.2
+
+
+def test_a_change_of_shape_alone_is_drift() -> None:
+    both = [("eu", 100, 100), ("eu", 1000, 1000)] * 500
+    crossed = [("eu", 100, 1000), ("eu", 1000, 100)] * 500
+    decision = detect(made(both), made(crossed), 0.2, 200)
+    assert decision.drifted and "stability index" in decision.reason and "moved" not in decision.reason
+
+
+def test_one_region_can_drift_alone() -> None:
+    old = made(lognormal(0, 9000) + lognormal(1, 600, region="us"))
+    new = made(lognormal(2, 9000) + lognormal(3, 600, prompt=1500, region="us"))
+    decision = detect(old, new, 0.2, 200)
+    assert decision.drifted and "region us" in decision.reason and "region eu" not in decision.reason
+    assert decision.figures["region eu"]["reasons"] == []
+
+
+def test_too_few_requests_are_not_judged() -> None:
+    decision = detect(made(lognormal(0, 3000)), made(lognormal(1, 50, prompt=9000)), 0.2, 200)
+    assert not decision.drifted and "50 new requests, below 200" in decision.reason
+    assert decision.figures["all"]["new_requests"] == 50
+
+
+def test_drift_is_seen_in_real_traces(azure: Profile, tmp_path: Path) -> None:
+    assert not detect(azure, azure, 0.2, 200).drifted
+    rows = [
+        f'{{"timestamp": {n * 300}, "input_length": {6000 + 7 * n}, "output_length": {100 + n}, "hash_ids": [{n}]}}'
+        for n in range(400)
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    assert detect(azure, profile_logs([str(tmp_path)]), 0.2, 200).drifted
