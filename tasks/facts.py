@@ -54,7 +54,13 @@ class Night:
 
     @property
     def incumbent(self) -> str:
+        """What candidates were compared with: the served source under the knobs that a plain search found best."""
         return str(self.extra("search").get("incumbent", ""))
+
+    @property
+    def served(self) -> str:
+        """What served when the night began: the incumbent's source with its own knobs, before they were tuned."""
+        return str(self.extra("search").get("served", self.incumbent))
 
     @property
     def outcomes(self) -> dict[str, int]:

@@ -44,10 +44,11 @@ def compute(run: Run) -> dict[str, Any]:
         "reason": night.started.get("reason"),
         "result": result(night),
         "service_starts": counts["service_start"],
-        "weight_loads": counts["weight_load"],
+        "weight_loads": weight_loads(run, night, events),
         "worker_starts": counts["worker_start"],
         "candidates": sum(trial.done for trial in night.trials),
         "outcomes": night.outcomes,
+        "served": night.served or None,
         "incumbent": night.incumbent or None,
         "finalist": night.finalist,
         "best_ratio": score.ratio if score else None,
@@ -102,6 +103,20 @@ def night_events(run: Run, night: Night) -> list[dict[str, Any]]:
     """Events of this night's engine while it searched. Workers that verification started later are not the search's."""
     end = night.manifests["search"].finished if "search" in night.manifests else float("inf")
     return [event for event in read_events(run.folder) if float(event["time"]) <= end]
+
+
+def weight_loads(run: Run, night: Night, events: Sequence[Mapping[str, Any]]) -> int:
+    """How often the weights that this night worked on were read: once when it found a keeper running, and each time since.
+
+    The keeper outlives nights and logs to the state folder. It was found running when a worker started before a load.
+    """
+    begin = float(night.started["started"])
+    end = night.manifests["search"].finished if "search" in night.manifests else float("inf")
+    loads = [float(event["time"]) for event in read_events(run.folder.parent.parent) if event["event"] == "weight_load"]
+    during = [time for time in loads if begin <= time <= end]
+    workers = [float(event["time"]) for event in events if event["event"] == "worker_start"]
+    found = bool(workers) and min(workers) < min(during, default=float("inf"))
+    return len(during) + found
 
 
 def idle_while_queued(trials: Sequence[Trial], events: Sequence[Mapping[str, Any]]) -> float:

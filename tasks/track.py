@@ -258,7 +258,7 @@ def _register(mlflow: Any, parent: str, run: Run, endpoint: Endpoint, night: Nig
     except MlflowException:
         mlflow.create_registered_model(endpoint.name)
     versions: dict[str, Any] = {"model": endpoint.name}
-    for role, forward in (("incumbent", night.incumbent), ("finalist", night.finalist)):
+    for role, forward in (("incumbent", night.served), ("finalist", night.finalist)):
         if forward and (version := _version(mlflow, parent, run, endpoint.name, role, forward)):
             versions[role] = version
     aliases = mlflow.get_registered_model(endpoint.name).aliases
