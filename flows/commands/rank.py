@@ -129,7 +129,7 @@ def _of_endpoint(endpoint_file: Path, logs: tuple[str, ...], users: float | None
 def _show(answer: Ranking, top: int) -> None:
     from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, width=max(Console().width, 140))  # a cut figure says nothing
     q, p = answer.question, answer.precision
     many = f"{q.gpus} x {q.hardware.full_name}" + (f" on {q.nodes} nodes" if q.nodes > 1 else "")
     console.print(f"{q.shape.name} ({q.command.engine}) on {many}", style="bold")
@@ -156,7 +156,7 @@ def _table(console: Console, answer: Ranking, top: int) -> None:
     for position, entry in enumerate(answer.ranked, start=1):
         if position <= top or entry.current:
             table.add_row(*_row(position, entry))
-    console.print(table, width=max(console.width, 140), no_wrap=True, crop=False)
+    console.print(table)
     console.print(
         "fit: users whose KV cache fits; GiB: of one GPU before the KV cache; = tied with the first", style="dim"
     )

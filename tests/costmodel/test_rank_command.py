@@ -1,0 +1,110 @@
+"""`tideforge rank` and the node: from files, without torch, with errors as one line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from tideforge.data.logs import find_logs
+from tideforge.data.profile import make_profile
+from tideforge.data.readers import read_logs
+from tideforge.errors import UserError
+from tideforge.flows.cli import main
+from tideforge.flows.commands.rank import rank as command
+from tideforge.tasks.endpoint import Endpoint
+from tideforge.tasks.rank import rank as node
+from tideforge.tasks.rank import traffic_of
+from tideforge.tasks.store import Run
+
+LOG = "sample:azure_conv_2023"
+MOE = ["--launch", "vllm serve Qwen/Qwen3-235B-A22B -tp 8", "--hardware", "h200-sxm", "--gpus", "8"]
+
+
+def endpoint_file(folder: Path, **changes: object) -> Path:
+    path = folder / "endpoint.yaml"
+    fields = dict(
+        name="small",
+        model="SmolLM2-135M-Instruct",
+        launch="tideforge serve --model m --max-num-seqs 16 --max-model-len 2048",
+        hardware={"name": "cpu"},
+        traffic={"logs": [LOG]},
+        state=str(folder / "state"),
+    )
+    path.write_text(yaml.safe_dump(fields | changes))
+    return path
+
+
+def test_table_shows_layouts_commands_ties_and_refusals():
+    shown = CliRunner().invoke(command, MOE, catch_exceptions=False).output
+    for part in ("(now)", "=", "--tensor-parallel-size", "refused, dcp", "spec-sheet", "note: a roofline"):
+        assert part in shown
+
+
+def test_json_from_a_log_without_torch():
+    """In a process of its own, where an import of a heavy package would be seen."""
+    arguments = ["rank", *MOE, "--log", LOG, "--json"]
+    code = f"import sys\nfrom tideforge.flows.cli import cli\ncli({arguments!r}, standalone_mode=False)\n"
+    code += "print(sorted({'torch', 'prefect', 'mlflow'} & set(sys.modules)))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    answer, heavy = ran.stdout.splitlines()
+    assert heavy == "[]"
+    found = json.loads(answer)
+    assert found["ranked"] and found["traffic"]["source"].startswith("profile ")
+
+
+def test_endpoint_on_the_cpu_has_one_layout(tmp_path: Path):
+    shown = CliRunner().invoke(command, ["--endpoint", str(endpoint_file(tmp_path)), "--json"], catch_exceptions=False)
+    found = json.loads(shown.output)
+    assert [entry["layout"] for entry in found["ranked"]] == ["tp1"] and found["precision"]["common"] == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "--endpoint"),
+        (["--launch", "vllm serve Qwen3-8B"], "--hardware"),
+        (["--launch", "vllm serve Qwen3-8B", "--hardware", "h20o"], "h200-sxm"),
+        (["--launch", "vim serve", "--hardware", "h200"], "vim serve"),
+        (["--launch", "vllm serve x", "--hardware", "h200", "--config", "none/config.json"], "none/config.json"),
+        (["--launch", "vllm serve Qwen3-8B", "--hardware", "h200", "--log", "none.parquet"], "none.parquet"),
+        (["--endpoint", "none.yaml"], "none.yaml"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["rank", *arguments])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and named in said and said.count("\n") == 1
+
+
+def profiled(folder: Path) -> Run:
+    run = Run.create(folder, "night")
+    made = make_profile(read_logs(find_logs([LOG])).db)
+    run.finish("profile", {}, {"profile": run.write_bytes("profile", ".json", made.to_json())})
+    return run
+
+
+def test_node_writes_layouts_and_is_not_run_again(tmp_path: Path):
+    run, endpoint = profiled(tmp_path), Endpoint.load(endpoint_file(tmp_path))
+    manifest = node(run, endpoint)
+    layouts = run.read_json(manifest, "layouts")
+    assert manifest.extra["layout"] == "unchanged" and manifest.extra["recommended"] == "tp1"
+    assert len(layouts["ranked"]) == manifest.extra["legal"] == 1
+    assert node(run, endpoint).started == manifest.started
+    other = Endpoint.load(endpoint_file(tmp_path, hardware={"name": "h200", "gpus": 2}))
+    assert node(run, other).extra["rejected"] > 0
+
+
+def test_node_needs_a_profile(tmp_path: Path):
+    with pytest.raises(UserError, match="profile has not run"):
+        node(Run.create(tmp_path, "night"), Endpoint.load(endpoint_file(tmp_path)))
+
+
+def test_traffic_of_a_profile():
+    made = make_profile(read_logs(find_logs([LOG])).db)
+    traffic = traffic_of(made)
+    assert traffic.prompt_tokens == made.prompt.mean and traffic.longest_tokens >= made.context.mean
