@@ -11,7 +11,6 @@ import platform
 import secrets
 import statistics
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +119,8 @@ class Bench:
         """A worker that never loads a candidate; its longest step sets the deadline of a candidate's."""
         worker = self.lab.spawn(self.incumbent, self.arenas["incumbent"])
         side = measure.Side.of(self.incumbent.id, new_core(self.settings), worker)
-        shapes = self.workload.search
         begin = time.perf_counter()
-        block = measure.run_block(side.core, side.forward, shapes, self._prompts(shapes), self.workload.users)
+        block = measure.run_block(side.core, side.forward, *self._replay(), self.workload.users)
         check.require_right(self.reference, block.answers[:CHECKED_ANSWERS], self.layers, self.bounds.logit_gap)
         longest = max(
             b - a for answer in block.answers for a, b in zip((0.0, *answer.times_s), answer.times_s, strict=False)
@@ -132,8 +130,9 @@ class Bench:
         log_event(self.config.night, "incumbent_ready", forward=self.incumbent.id, seconds=time.perf_counter() - begin)
         return worker
 
-    def _prompts(self, shapes: Sequence[RequestShape]) -> list[tuple[int, ...]]:
-        return measure.draw_prompts(shapes, self.corpus, secrets.randbits(64))
+    def _replay(self) -> tuple[list[RequestShape], list[tuple[int, ...]]]:
+        """Fresh requests of the search part, revealed now."""
+        return measure.draw_replay(self.workload.search, self.workload.users, self.corpus, secrets.randbits(64))
 
     def _tune(self) -> None:
         """Finds the incumbent's best knobs by a plain search, once a night, and freezes them for every candidate."""
@@ -164,10 +163,9 @@ class Bench:
         largest = self.config.settings.limits.max_num_batched_tokens
         options = [own] + [{**own, "max_num_batched_tokens": n} for n in (largest // 2, largest // 4) if n >= 16]
         seconds: dict[int, list[float]] = {index: [] for index in range(len(options))}
-        shapes = self.workload.search
         with self.lab.clock():
             for _ in range(2):
-                prompts = self._prompts(shapes)
+                shapes, prompts = self._replay()
                 for index, knobs in enumerate(options):
                     side = measure.Side.of(
                         self.incumbent.id, new_core(self.config.settings.with_knobs(knobs)), self.incumbent_worker
@@ -242,8 +240,9 @@ class Bench:
 
     def _check_eagerly(self, candidate: measure.Side, arena: Arena) -> None:
         """A few fresh requests before any clock runs: logits finite, every emitted token right. Warms the worker up too."""
-        shapes = [dataclasses.replace(shape, output_tokens=3) for shape in self.workload.search[:WARM_REQUESTS]]
-        block = measure.run_block(candidate.core, candidate.forward, shapes, self._prompts(shapes), WARM_REQUESTS)
+        drawn, prompts = self._replay()
+        shapes = [dataclasses.replace(shape, output_tokens=3) for shape in drawn[:WARM_REQUESTS]]
+        block = measure.run_block(candidate.core, candidate.forward, shapes, prompts[:WARM_REQUESTS], WARM_REQUESTS)
         check.require_finite(arena.logits(len(shapes)))
         check.require_right(self.reference, block.answers, self.layers, self.bounds.logit_gap)
 
@@ -253,9 +252,7 @@ class Bench:
         blocks, pairs = [], []
         deadline = time.monotonic() + self.config.trial_s
         for _ in range(self.config.passes):
-            a, b, steps = measure.lockstep(
-                self._incumbent_side(), candidate, self.workload.search, self._prompts(self.workload.search)
-            )
+            a, b, steps = measure.lockstep(self._incumbent_side(), candidate, *self._replay())
             blocks.append((a, b))
             pairs += steps
             if measure.ratio_of_steps(pairs).ratio < HOPELESS or time.monotonic() > deadline:

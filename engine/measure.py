@@ -11,7 +11,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tideforge.data.workload import RequestShape
@@ -69,6 +69,15 @@ class Interval:
     pairs: int
 
 
+def draw_replay(
+    part: Sequence[RequestShape], users: int, corpus: Sequence[int], secret: int
+) -> tuple[list[RequestShape], list[tuple[int, ...]]]:
+    """One request a user, drawn from a part of the workload, and its prompts: unpredictable without `secret`."""
+    rng = random.Random(secret)
+    shapes = rng.sample(list(part), users) if len(part) >= users else list(part)
+    return shapes, draw_prompts(shapes, corpus, rng.getrandbits(64))
+
+
 def draw_prompts(shapes: Sequence[RequestShape], corpus: Sequence[int], secret: int) -> list[tuple[int, ...]]:
     """A span of real text for each shape, unpredictable without `secret`."""
     rng = random.Random(secret)
@@ -117,27 +126,6 @@ class Side:
     def of(cls, forward: str, core: EngineCore, executor: Executor) -> Side:
         core.attach(forward, executor)
         return cls(forward, core)
-
-
-def abba(
-    a: Side,
-    b: Side,
-    shapes: Sequence[RequestShape],
-    corpus: Sequence[int],
-    users: int,
-    pairs: int,
-    secret: Callable[[], int],
-    progress: Callable[[int], None] = lambda done: None,
-) -> list[tuple[Block, Block]]:
-    """`pairs` pairs of blocks (of a, of b), the order turned round each time; fresh prompts a pair, the same for both."""
-    measured = []
-    for index in range(pairs):
-        prompts = draw_prompts(shapes, corpus, secret())
-        order = (a, b) if index % 2 == 0 else (b, a)
-        blocks = {id(side): run_block(side.core, side.forward, shapes, prompts, users) for side in order}
-        measured.append((blocks[id(a)], blocks[id(b)]))
-        progress(index + 1)
-    return measured
 
 
 def interval(ratios: Sequence[float]) -> Interval:

@@ -10,10 +10,10 @@ import dataclasses
 import random
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tideforge.data.workload import Workload
+from tideforge.data.workload import RequestShape, Workload
 from tideforge.engine import check, measure
 from tideforge.engine.compare import Bounds
 from tideforge.engine.config import Settings
@@ -115,8 +115,7 @@ class Trialled:
 
     def warm(self) -> None:
         """One short replay on each side: the first pass of a process packs, allocates and faults pages in."""
-        shapes = [dataclasses.replace(shape, output_tokens=2) for shape in self.workload.held_out]
-        self._pair(shapes)
+        self._pair([dataclasses.replace(shape, output_tokens=2) for shape in self.workload.held_out])
 
     def timed_pair(self) -> None:
         with self.lab.clock():
@@ -125,8 +124,8 @@ class Trialled:
         answers = secrets.SystemRandom().sample(pair[1].answers, min(CHECKED_ANSWERS, len(pair[1].answers)))
         check.require_right(self.reference, answers, self.layers, self.bounds.logit_gap)
 
-    def _pair(self, shapes: Any, turned: bool = False) -> tuple[measure.Block, measure.Block]:
-        prompts = measure.draw_prompts(shapes, self.corpus, secrets.randbits(64))
+    def _pair(self, part: Sequence[RequestShape], turned: bool = False) -> tuple[measure.Block, measure.Block]:
+        shapes, prompts = measure.draw_replay(part, self.workload.users, self.corpus, secrets.randbits(64))
         sides = [(self.incumbent.id, self.a), (self.candidate.id, self.b)]
         blocks = {}
         for forward, worker in reversed(sides) if turned else sides:
