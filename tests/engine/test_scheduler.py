@@ -50,6 +50,10 @@ class Memory:
             tokens.append(next_token(step.forward, self.context(step, row)))
         return tokens
 
+    def poison(self, forward: str) -> None:
+        """What a forward has written is lost, as with a worker that failed."""
+        self.slots = [None if held is not None and held[0] == forward else held for held in self.slots]
+
     def context(self, step: Step, row: int) -> tuple[int, ...]:
         tokens = []
         for position in range(int(step.seq_lens[row])):
@@ -268,6 +272,7 @@ class Machine(RuleBasedStateMachine):
             fate = data.draw(st.sampled_from(["run", "run", "run", "run", "fail", "abort"]))
             if fate == "fail":
                 self.scheduler.discard(step)
+                self.memory.poison(forward)
                 self.scheduler.restart(forward)
                 continue
             tokens = self.memory.execute(step)

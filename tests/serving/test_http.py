@@ -110,7 +110,7 @@ def test_a_seed_decides_and_the_neighbours_do_not(served: Any) -> None:
 
 def test_eight_streams_at_once_each_get_their_own_answer(served: Any) -> None:
     prompts = [f"{word} {PROMPT}" for word in ("one", "two", "three", "four", "five", "six", "seven", "eight")]
-    body = {"max_tokens": 32, "temperature": 0, "ignore_eos": True}
+    body = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
     serial = [text_of(ask(served, prompt=prompt, **body)) for prompt in prompts]
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(lambda prompt: joined(stream(served, prompt=prompt, **body)), prompts))
