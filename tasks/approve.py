@@ -76,25 +76,26 @@ def _why_not(night: Night) -> str:
 
 
 def _record(night: Night, endpoint: Endpoint) -> Release:
-    from tideforge.tasks.live import version
+    from tideforge.tasks.live import environment_of, version
 
     server, verdict, now = version(state_of(night.run)), night.verdict or {}, int(time.time())
     _same(server, verdict, endpoint)
+    served = str(night.extra("search").get("served") or night.incumbent)  # the incumbent measured has its knobs tuned
     return Release(
         run=night.run.id,
         endpoint=endpoint.name,
         forward=str(night.finalist),
-        incumbent=night.incumbent,
+        incumbent=served,
         layout=str(night.extra("rank").get("layout", "unchanged")),
         weights_sha256=str(verdict["weights_sha256"]),
         launch=endpoint.launch,
-        environment=tuple((str(name), str(value)) for name, value in server["environment"]),
+        environment=environment_of(server),
         verdict_sha256=night.manifests["verify"].outputs["verdict"].sha256,
         gain=Gain.of(verdict["ratio"], verdict["ci_low"], verdict["ci_high"], len(verdict["pairs"])),
         created_at=now,
         expires_at=now + int(endpoint.approval_hours * 3600),
         previous=str(server["release"]),
-        go_back=f"tideforge rollback returns to forward {night.incumbent[:12]}",
+        go_back=f"tideforge rollback returns to forward {served[:12]}",
     )
 
 
@@ -107,7 +108,7 @@ def _same(server: dict[str, Any], verdict: dict[str, Any], endpoint: Endpoint) -
             "weights", "the server serves other weights than those verified", "restart it, or run verify again"
         )
     measured = verdict.get("environment") or {}
-    for name, value in server["environment"]:
+    for name, value in server["environment"].items():
         if name in measured and str(measured[name]) != value:
             problem = f"is {value} in the server and was {measured[name]} when verified"
             raise UserError(f"environment: {name}", problem, "restart the server, or run verify again")

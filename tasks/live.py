@@ -103,6 +103,11 @@ def version(state: Path) -> dict[str, Any]:
     return told
 
 
+def environment_of(told: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """The server's environment as a release carries it, sorted."""
+    return tuple(sorted((str(name), str(value)) for name, value in told["environment"].items()))
+
+
 def model_name(url: str) -> str:
     return str(ask("GET", f"{url}/v1/models")["data"][0]["id"])
 

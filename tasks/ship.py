@@ -38,17 +38,24 @@ class Load:
 
     @classmethod
     def of(cls, workload: Workload, model: str) -> Load:
-        draw = random.Random(workload.seed + 1)
-        held_out = workload.corpus[len(workload.corpus) // 2 :]
-
-        def prompt(count: int, max_tokens: int) -> live.Prompt:
-            start = draw.randrange(max(1, len(held_out) - count))
-            return live.Prompt(tuple(held_out[start : start + count]), max_tokens, model)
-
         shapes = workload.held_out[: max(workload.users, 1)]
-        blocks = [tuple(prompt(shape.prompt_tokens, shape.output_tokens) for shape in shapes) for _ in range(2)]
-        streams = tuple(prompt(16, STREAM_TOKENS) for _ in range(STREAMS))
-        return cls(streams, blocks[0], blocks[1], workload.users)
+        asked = [(shape.prompt_tokens, shape.output_tokens) for shape in shapes] * 2 + [(16, STREAM_TOKENS)] * STREAMS
+        held_out, longest = workload.corpus[len(workload.corpus) // 2 :], max(tokens for tokens, _ in asked)
+        if len(held_out) - longest < len(asked):
+            raise UserError(
+                "workload", f"has {len(held_out)} held-out tokens of text, too few", "give it a longer corpus"
+            )
+        starts = random.Random(workload.seed + 1).sample(range(len(held_out) - longest), len(asked))
+        prompts = [
+            live.Prompt(tuple(held_out[start : start + tokens]), most, model)
+            for start, (tokens, most) in zip(starts, asked, strict=True)
+        ]
+        first, second, streams = (
+            tuple(prompts[: len(shapes)]),
+            tuple(prompts[len(shapes) : -STREAMS]),
+            tuple(prompts[-STREAMS:]),
+        )
+        return cls(streams, first, second, workload.users)
 
 
 @dataclasses.dataclass
@@ -151,8 +158,10 @@ def _ship_and_measure(run: Run, release: Release, code: str, why: str, load: Loa
     def block(name: str, prompts: Sequence[live.Prompt]) -> None:
         record.blocks.append((name, live.measure_http(url, prompts, load.users)))
 
-    again = shipped_already(state, release.nonce)
-    if again:
+    again, serving = shipped_already(state, release.nonce), str(live.version(state)["forward"])
+    if not again and serving != release.incumbent:  # the server would say so too, after a minute of load
+        raise Refused(f"stale: {serving[:12]} serves now, the release was measured against {release.incumbent[:12]}")
+    if again and serving == release.forward:
         live.ask("POST", f"{url}/admin/flip", {"nonce": release.nonce, "to": "incumbent"})
     try:
         texts["incumbent"] = live.texts(url, load.streams)
@@ -237,7 +246,7 @@ def rollback_release(state: Path, to: int | None) -> Release:
         layout=record.layout,
         weights_sha256=str(server["weights_sha256"]),
         launch=str(server["launch"]),
-        environment=tuple((str(name), str(value)) for name, value in server["environment"]),
+        environment=live.environment_of(server),
         verdict_sha256=record.verdict_sha256,
         gain=Gain(),
         created_at=now,
