@@ -173,7 +173,7 @@ class AgentTask(BaseModel):
 
 
 class AgentReport(BaseModel):
-    """How an agent ended. `reason` is a Stop's reason, or `crashed`, `killed` (it outlived its deadline)."""
+    """How an agent ended. `reason` is a Stop's reason, or `killed` (it outlived its deadline), `misconfigured`, `crashed`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -28,6 +28,7 @@ class Play:
     def __init__(self, folder: Path) -> None:
         self.config = ModelConfig.load(folder)
         self.weights = load_file(folder / "model.safetensors")
+        self.played: dict[str, torch.Tensor] = {}
 
     def build(self, forward: Forward) -> Any:
         shape = (64, BLOCK, self.config.num_key_value_heads, self.config.head_dim)
@@ -47,10 +48,15 @@ class Play:
             return scope["build"](ctx)
 
     def logits(self, forward: Forward) -> torch.Tensor:
-        """Every step's logits, stacked: [rows of all steps, V]."""
+        """Every step's logits, stacked: [rows of all steps, V]. A forward is played once a test session."""
+        if forward.id not in self.played:
+            self.played[forward.id] = self.play(forward)
+        return self.played[forward.id]
+
+    def play(self, forward: Forward) -> torch.Tensor:
         run, done = self.build(forward), [0] * 5
         tokens = torch.randint(0, self.config.vocab_size, (5, 60), generator=torch.Generator().manual_seed(3))
-        plan = [{0: 9, 1: 17}, {0: 1, 1: 1, 2: 21, 3: 5}, {0: 1, 2: 1, 3: 7}, *[{i: 1 for i in range(4)}] * 9, {4: 1}]
+        plan = [{0: 9, 1: 17}, {0: 1, 1: 1, 2: 21, 3: 5}, {0: 1, 2: 1, 3: 7}, *[{i: 1 for i in range(4)}] * 4, {4: 1}]
         return torch.cat([self.step(run, tokens, done, counts) for counts in plan])
 
     def step(self, run: Any, tokens: torch.Tensor, done: list[int], counts: dict[int, int]) -> torch.Tensor:
@@ -86,7 +92,7 @@ class Play:
 
 
 class FakeEngine:
-    """Runs every candidate on the tiny model when it is submitted. `speed` invents the figures: only tests read them."""
+    """Runs every candidate on the tiny model when it is submitted. `speed` invents the figures."""
 
     def __init__(self, play: Play, incumbent: Forward, speed: Callable[[str], float]) -> None:
         self.play, self.base, self.speed = play, incumbent, speed

@@ -1,4 +1,4 @@
-"""The offline agent: keeps the engine's queue fed with recipes of rewrites and learns from every figure it gives back."""
+"""The offline agent: keeps the engine's queue fed with recipes of rewrites and learns from every figure that comes back."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class OfflineAgent:
         self.own: dict[str, Recipe] = {}  # trial id -> recipe, while it waits or runs
         self.learned: set[str] = set()  # trial ids
         self.tried: set[str] = set()  # forward ids
+        self.cooked: set[Recipe] = set()
         self.best = 1.0
 
     def run(self) -> Stop:
@@ -89,11 +90,14 @@ class OfflineAgent:
         """Submits one recipe that nobody tried yet; False when none was found."""
         for attempt in range(ATTEMPTS):
             recipe = self.beliefs.best() if attempt == 0 and self.beliefs.measured else self.draw(attempt)
-            forward, fired = cook(self.rules, self.base, self.beliefs.repair(recipe, self.rng))
-            if forward.id in self.tried or not fired:
+            recipe = self.beliefs.repair(recipe, self.rng)
+            if recipe in self.cooked:
                 continue
-            self.submit(forward, fired)
-            return True
+            self.cooked.add(recipe)
+            forward, fired = cook(self.rules, self.base, recipe)
+            if fired and forward.id not in self.tried:
+                self.submit(forward, fired)
+                return True
         return False
 
     def draw(self, attempt: int) -> Recipe:

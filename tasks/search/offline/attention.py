@@ -31,7 +31,8 @@ class _TfPlan:
         position = torch.arange(self.context, device=device)[None]
         position = torch.where(position < length, position, 0)
         width = max(blocks.shape[0] for _, blocks, _ in spans)
-        table = torch.stack([torch.nn.functional.pad(blocks.long(), (0, width - blocks.shape[0])) for _, blocks, _ in spans])
+        pad = torch.nn.functional.pad
+        table = torch.stack([pad(blocks.long(), (0, width - blocks.shape[0])) for _, blocks, _ in spans])
         slots = table.gather(1, position // block_size) * block_size + position % block_size
         self.slots = slots.flatten()
         count = torch.tensor(counts, device=device)[:, None]
@@ -43,7 +44,8 @@ class _TfPlan:
         """[size, 1, repeat * most, context]: 0 where a query may look, -inf elsewhere."""
         if (repeat, dtype) not in self.masks:
             seen = self.seen[:, None, None].expand(-1, 1, repeat, -1, -1).flatten(2, 3)
-            self.masks[repeat, dtype] = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+            mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+            self.masks[repeat, dtype] = mask.masked_fill_(~seen, float("-inf"))
         return self.masks[repeat, dtype]
 
     def attend(self, out, q, keys, values, scale):
@@ -111,7 +113,7 @@ def find(source: Source) -> list[Ragged]:
 
 
 def match(loop: ast.For) -> Ragged | None:
-    """A body of plain assignments that attends one sequence's rows over its own pages and stores them in the same rows."""
+    """A body of plain assignments that attends one sequence's rows over its own pages and stores them there."""
     env: dict[str, ast.expr] = {}
     store: tuple[ast.Subscript, ast.expr] | None = None
     for statement in loop.body:

@@ -84,12 +84,12 @@ class Beliefs:
         return frozenset(chosen.values())
 
     def suspects(self, failed: Recipe) -> Recipe:
-        """Which rewrites of a failed recipe may be to blame: those that no passed candidate held. All, if none is left."""
+        """Which rewrites of a failed recipe may be to blame: those that no passed candidate held, or all."""
         cleared = frozenset().union(*(result.recipe for result in self.measured)) if self.measured else frozenset()
         return (failed - cleared) or failed
 
     def repair(self, recipe: Recipe, rng: random.Random) -> Recipe:
-        """Drops half of the suspects of every failure that the recipe would repeat, so that blame is halved by each trial."""
+        """Drops half of the suspects of every failure that it would repeat: each trial halves the blame."""
         for failed in self.failed:
             suspects = sorted(self.suspects(failed) & recipe)
             if self.suspects(failed) <= recipe and suspects:

@@ -12,10 +12,13 @@ HELPER = '''
 def _tf_places(table):
     """value -> its places in `table`, a tuple of one index tensor a dimension, in the order of torch.where."""
     flat = table.flatten()
-    order = flat.argsort(stable=True)
-    values, counts = torch.unique_consecutive(flat.index_select(0, order), return_counts=True)
-    places = [torch.unravel_index(part, table.shape) for part in order.split(counts.tolist())]
-    return dict(zip(values.tolist(), places))
+    ordered, order = flat.sort(stable=True)
+    values, counts = torch.unique_consecutive(ordered, return_counts=True)
+    sizes, places = counts.tolist(), []
+    for size in reversed(table.shape):
+        places.insert(0, (order % size).split(sizes))
+        order = order // size
+    return dict(zip(values.tolist(), zip(*places)))
 '''
 
 

@@ -75,7 +75,7 @@ def pure(node: ast.AST) -> bool:
 
 
 def share_inputs(text: str) -> str | None:
-    """x @ w1, x @ w2, ... in one block become one product in front of the first, where x and the weights are at hand."""
+    """x @ w1, x @ w2, ... in one block become one product in front of the first of them."""
     source = Source(text)
     counter = itertools.count()
     for group in _groups(source):
@@ -106,7 +106,7 @@ def _groups(source: Source) -> list[list[ast.Call]]:
 
 
 def _conditional(source: Source, call: ast.AST) -> bool:
-    """Inside a lambda, comprehension, `a if b else c` or the head of a compound statement: not always evaluated there."""
+    """Not always evaluated where it stands: in a lambda, a comprehension, `a if b else c`, the head of a loop."""
     node = call
     while not isinstance(node, ast.stmt):
         node = source.parents[node]
@@ -160,10 +160,7 @@ def with_weights(text: str, helper: str) -> str | None:
 
 def with_import(text: str) -> str:
     """The helpers say `torch`; a file that imports only parts of it gets the name."""
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.Import) and any(alias.name == "torch" and alias.asname is None for alias in node.names):
-            return text
-    return with_helper(text, "import torch")
+    return text if "\nimport torch\n" in f"\n{text}" else with_helper(text, "import torch")
 
 
 def prepack(text: str, wanted: str) -> str | None:

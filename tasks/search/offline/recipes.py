@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 
 from tideforge.engine.forward import ENTRY, Forward
@@ -11,9 +12,9 @@ from tideforge.engine.forward import ENTRY, Forward
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One kind of rewrite. `apply` gives new source, or None where nothing matches. Order of rules is order of application.
+    """One kind of rewrite. `apply` gives new source, or None where nothing matches.
 
-    Of the rules of one `group` a recipe holds at most one.
+    Rules are applied in the order in which they are listed. Of the rules of one `group` a recipe holds at most one.
     """
 
     name: str
@@ -22,8 +23,9 @@ class Rule:
     group: str = ""
 
 
+@functools.lru_cache(maxsize=1024)
 def applied(rule: Rule, source: str) -> str | None:
-    """What the rule makes of the source; None when it does not fire. A rule that breaks the syntax is a bug: it raises."""
+    """What the rule makes of the source; None when it does not fire. SyntaxError for a rule that breaks it."""
     text = rule.apply(source)
     if text is None or text == source:
         return None

@@ -1,4 +1,4 @@
-"""All rules, in the order in which they are applied: those that rebuild a block before those that touch single calls."""
+"""All rules in their order: those that rebuild a block before those that touch single calls."""
 
 from __future__ import annotations
 

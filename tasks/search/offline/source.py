@@ -1,8 +1,9 @@
-"""Reading and editing Python source in place: syntax from `ast`, edits as spans, so that comments and layout survive."""
+"""Reading and editing Python source in place: syntax from `ast`, edits as spans, so that comments survive."""
 
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from typing import TypeAlias
 
@@ -21,7 +22,10 @@ class Source:
             starts.append(starts[-1] + len(line))
         self._starts = starts
         self._edits: list[tuple[int, int, bytes]] = []
-        self.parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+
+    @functools.cached_property
+    def parents(self) -> dict[ast.AST, ast.AST]:
+        return {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
 
     def span(self, node: ast.AST) -> tuple[int, int]:
         """Byte offsets of a node. ast counts columns in UTF-8 bytes."""
