@@ -89,7 +89,7 @@ def predict(s: Setting, traffic: Traffic, limits: Limits) -> Prediction:
     per_request = 1 / (batch * ranks)
     terms = [term.times(decode_steps * per_request, "decode: ") for term in decode]
     terms += [term.times(prompts * per_request, "prefill: ") for term in prefill]
-    per_token_s = (served_s - prompt_s) / decode_steps if decode_steps else step_s
+    per_token_s = step_s + (others_s / decode_steps if decode_steps else 0.0)
     return Prediction(
         output_tokens_per_s=batch * ranks * traffic.output_tokens / served_s,
         gpus=layout.gpus,
