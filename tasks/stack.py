@@ -122,15 +122,18 @@ def use(state: Path) -> Stack | None:
 
 
 def spawn(name: str, command: Sequence[str], state: Path, env: Mapping[str, str], ready: str = "") -> Process:
+    """Starts a process in a session of its own that outlives this one. command[0] is a path."""
     import psutil
 
     log = state / "logs" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as sink:
-        child = subprocess.Popen(
-            list(command), stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=dict(env), start_new_session=True
-        )
-    return Process(name, child.pid, psutil.Process(child.pid).create_time(), str(log), ready)
+    actions = [
+        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644),
+        (os.POSIX_SPAWN_DUP2, 1, 2),
+    ]
+    pid = os.posix_spawn(command[0], list(command), dict(env), file_actions=actions, setsid=True)
+    return Process(name, pid, psutil.Process(pid).create_time(), str(log), ready)
 
 
 def wait_ready(process: Process, timeout_s: float = READY_S) -> None:
@@ -242,12 +245,34 @@ def deploy(state: Path, env: Mapping[str, str]) -> None:
 
 
 def down(state: Path) -> list[str]:
-    """Ends what `up` started and is still the same process; returns the names. Killing order: latest first."""
-    stack = Stack.read(state.resolve())
+    """Ends what `up` started and is still the same process, latest first, then the engine it left; returns the names."""
+    state = state.resolve()
+    stack = Stack.read(state)
     if stack is None:
         return []
     ended = [process.name for process in reversed(stack.processes) if stop(process)]
-    dataclasses.replace(stack, processes=()).save(state.resolve())
+    ended += stop_engine(state)
+    dataclasses.replace(stack, processes=()).save(state)
+    return ended
+
+
+def stop_engine(state: Path) -> list[str]:
+    """Ends a night's service and the keeper of this state folder. Both are found by their sockets in it."""
+    import psutil
+
+    from tideforge.engine.client import EngineClient
+    from tideforge.engine.lab import keeper_status
+    from tideforge.errors import ProtocolError
+
+    ended = []
+    with contextlib.suppress(UserError, ProtocolError, OSError):  # nobody answers: nothing to stop
+        EngineClient(state / "engine.sock", patience_s=0).stop()
+        ended.append("service")
+    if (status := keeper_status(state)) is not None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            keeper = psutil.Process(int(status["pid"]))
+            stop(Process("keeper", keeper.pid, keeper.create_time(), str(state / "logs" / "keeper.log")))
+            ended.append("keeper")
     return ended
 
 
