@@ -40,7 +40,7 @@ def endpoint_file(folder: Path, **changes: object) -> Path:
 
 def test_table_shows_layouts_commands_ties_and_refusals():
     shown = CliRunner().invoke(command, MOE, catch_exceptions=False).output
-    for part in ("(now)", "=", "--tensor-parallel-size", "refused, dcp", "spec-sheet", "note: a roofline"):
+    for part in ("(now)", "= 2", "--tensor-parallel-size", "refused, dcp", "spec-sheet", "note: a roofline"):
         assert part in shown
 
 
