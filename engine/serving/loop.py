@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -91,7 +92,7 @@ class EngineLoop:
             core.abort(request_id)
             self._listeners.pop(request_id, None)
 
-        if not self._stopping:
+        with contextlib.suppress(LoopStopped):
             self.call(drop)
 
     def retire(self, forward: str) -> Future[Executor]:

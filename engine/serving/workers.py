@@ -112,13 +112,12 @@ class Fleet:
                 return None
             self._restarts.append((time.monotonic(), forward_id))
         self.workers.end(old)
+        executor: Executor
         try:
             executor = self.workers.start(forward)
         except TideforgeError as failure:
             log_event(self._state, "worker_failed", forward=forward_id, error=str(failure))
-            with self._lock:
-                self._members[forward_id] = (forward, Dead())
-            return None
+            executor = Dead()  # the old one is closed and must not be used again
         with self._lock:
             self._members[forward_id] = (forward, executor)
         return executor
