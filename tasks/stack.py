@@ -201,9 +201,10 @@ def up(endpoint_file: Path, endpoint: Endpoint, env: Mapping[str, str] | None = 
             running[name] = spawn(name, command, state, full_env, ready)
         stack = dataclasses.replace(stack, processes=tuple(running.values()))
         stack.save(state)  # after each start: an interrupted `up` leaves nothing that `down` cannot end
+    wait_ready(running["worker"])
+    deploy(state, full_env)  # while the server still loads its weights
     for process in running.values():
         wait_ready(process)
-    deploy(state, full_env)
     return stack
 
 
