@@ -1,14 +1,14 @@
-"""Logits and KV arithmetic: how far two forwards are apart, and how far reduction order alone may take them. numpy only.
+"""Logits and KV arithmetic: how far two forwards are apart, and how far reduction order alone takes them. numpy only.
 
 Where the bounds come from. A forward at the endpoint's precision may sum in any order, so its logits are l + e, where l
 are the reference's and e is rounding noise. `Reference.noise` measures e: the reference itself is run again with every
-contraction (projections, scores, values, norms, router) summed over randomly permuted, sequentially added blocks, and with
-every intermediate rounded to the precision. A greedy candidate emits i = argmax(l + e). For the reference's best token m,
+contraction (projections, scores, values, norms, router) summed in random blocks one after another, and with every
+intermediate rounded to the precision. A greedy candidate emits i = argmax(l + e). For the reference's best token m,
 
     l_i + e_i >= l_m + e_m   =>   l_m - l_i <= e_i - e_m <= 2 max|e|.
 
-So an emitted token may lie at most 2 max|e| below the reference's maximum. max|e| is a sample's maximum: SAFETY allows for
-contexts and orders that the sample did not hold. KL is quadratic in e (KL = Var_p(e) / 2 to second order), so it takes
+So an emitted token may lie at most 2 max|e| below the reference's maximum. max|e| is a sample's maximum: SAFETY allows
+for contexts and orders that the sample did not hold. KL is quadratic in e (Var_p(e) / 2 to second order), so it takes
 SAFETY squared. Nothing here is a typed threshold but SAFETY.
 """
 
@@ -25,7 +25,7 @@ SAFETY = (
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """What reduction order and rounding at `dtype` did to the reference, the worst of `orders` runs over `rows` rows."""
+    """What reduction order and rounding at `dtype` did to the reference: the worst of `orders` runs on `rows` rows."""
 
     dtype: str
     rows: int

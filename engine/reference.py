@@ -1,7 +1,7 @@
 """The reference in a process of its own, and the client that asks it. The client imports no torch.
 
-Quality is always measured against the checkpoint's plain fp32 forward, never against the incumbent: small losses would add
-up night by night. `python -m tideforge.engine.reference --fd N --model DIR` serves one socket until it closes.
+Quality is always measured against the checkpoint's plain fp32 forward, never against the incumbent: small losses would
+add up night by night. `python -m tideforge.engine.reference --fd N --model DIR` serves one socket until it closes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 900.0
 ORDERS = 3  # reduction orders that a noise measurement tries
-NOISE_TOKENS = 128  # rows that it looks at, in sequences of NOISE_SEQUENCE
-NOISE_SEQUENCE = 64
+NOISE_TOKENS = 64  # rows that it looks at, one sequence
 
 
 class Reference:
@@ -94,7 +93,7 @@ class Reference:
         return arrays["keys"], arrays["values"]
 
     def noise(self, dtype: str, tokens: Sequence[int] | None = None, layers: range | None = None) -> compare.Noise:
-        """What reduction order at `dtype` does to this model, on up to 128 of `tokens` (real text; seeded ids if None)."""
+        """What reduction order at `dtype` does to this model, on the first 64 of `tokens` (seeded ids if None)."""
         header = {"type": "noise", "dtype": dtype}
         answer = self._exchange(header, [] if tokens is None else tokens[:NOISE_TOKENS], layers)
         raw = answer.header["noise"]
@@ -152,19 +151,16 @@ def answer(model: ReferenceModel, message: protocol.Message) -> tuple[dict[str, 
 
 
 def measure_noise(model: ReferenceModel, dtype: str, tokens: Sequence[int], layers: range | None) -> compare.Noise:
-    """Runs the model in fp32 and in ORDERS other reduction orders at `dtype`, over sequences of NOISE_SEQUENCE tokens."""
+    """Runs the model in fp32 and in ORDERS other reduction orders at `dtype`."""
     import torch
 
     from tideforge.engine.reference_model import Arithmetic, Reordered, as_numpy
 
     if not tokens:
         tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, NOISE_TOKENS).tolist()
-    chains = [tokens[i : i + NOISE_SEQUENCE] for i in range(0, len(tokens), NOISE_SEQUENCE)]
 
     def run(arithmetic: Arithmetic) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        parts = [as_numpy(model.forward(chain, None, layers, arithmetic)) for chain in chains]
-        logits, keys, values = zip(*parts, strict=True)
-        return np.concatenate(logits), np.concatenate(keys, axis=1), np.concatenate(values, axis=1)
+        return as_numpy(model.forward(tokens, None, layers, arithmetic))
 
     base = run(Arithmetic())
     return compare.measure(dtype, base, [run(Reordered(getattr(torch, dtype), seed)) for seed in range(ORDERS)])

@@ -1,11 +1,12 @@
-"""The plain forward of a checkpoint: whole sequences, no cache, no pages, fp32. The slow, obvious version of everything.
+"""The plain forward of a checkpoint: whole sequences, no cache, no pages, fp32. The slow, obvious oracle.
 
-Weights are mapped from the checkpoint and upcast layer by layer. Its arithmetic can be exchanged (`Reordered`) to measure
-what reduction order and rounding do to the logits; compare.py says what follows from that.
+Weights are mapped from the checkpoint and upcast layer by layer. Its arithmetic can be exchanged (`Reordered`) to
+measure what reduction order and rounding do to the logits; compare.py says what follows from that.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import warnings
 from collections.abc import Sequence
@@ -47,11 +48,11 @@ class Reordered(Arithmetic):
         self.dtype, self.random = dtype, random.Random(seed)
 
     def blocks(self, length: int) -> list[slice]:
-        """Covers range(length) once, in blocks of 8 to 64."""
+        """Covers range(length) once, in blocks of 16 to 128."""
         cuts = [0]
         while cuts[-1] < length:
-            cuts.append(min(length, cuts[-1] + self.random.randint(8, 64)))
-        parts = [slice(begin, end) for begin, end in zip(cuts, cuts[1:], strict=False)]
+            cuts.append(min(length, cuts[-1] + self.random.randint(16, 128)))
+        parts = [slice(begin, end) for begin, end in itertools.pairwise(cuts)]
         self.random.shuffle(parts)
         return parts
 

