@@ -23,14 +23,15 @@ class CommandAgent:
         self.task, self.engine, self.cost = task, engine, Cost()
 
     def run(self) -> Stop:
+        """UserError when the command cannot be started."""
         try:
             self.task.allowance.check_time()
             folder = self.engine.incumbent().save(self.task.workspace / "incumbent")
-            return self.execute({**os.environ, **self.variables(), "TIDEFORGE_INCUMBENT": str(folder)})
         except Stop as stop:
             return stop
         except (UserError, ProtocolError) as error:
             return EngineGone(str(error))
+        return self.execute({**os.environ, **self.variables(), "TIDEFORGE_INCUMBENT": str(folder)})
 
     def variables(self) -> dict[str, str]:
         return {

@@ -30,8 +30,9 @@ def make_agent(task: AgentTask, engine: Engine) -> Agent:
         from tideforge.tasks.search.providers import make_model
         from tideforge.tasks.search.tools import Workbench
 
+        model = make_model(spec)
         workbench = Workbench(spec.name, engine, board, task.workspace, allowance)
-        return LLMAgent(make_model(spec), workbench, allowance, task.workspace / "trajectory.json")
+        return LLMAgent(model, workbench, allowance, task.workspace / "trajectory.json")
     from tideforge.tasks.search.command import CommandAgent
 
     return CommandAgent(task, engine)

@@ -148,9 +148,17 @@ class Bench:
         return FakeEngine(self.play, self.incumbent, speed)
 
 
-@pytest.fixture(scope="session", params=["llama", "moe"])
-def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+def make_bench(name: str, folder: Path) -> Bench:
     torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp(request.param)
-    {"llama": doubles.tiny_llama, "moe": doubles.tiny_moe}[request.param](folder)
-    return Bench(request.param, Play(folder), Forward.load(MODELS / request.param))
+    {"llama": doubles.tiny_llama, "moe": doubles.tiny_moe}[name](folder)
+    return Bench(name, Play(folder), Forward.load(MODELS / name))
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return make_bench("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session", params=["llama", "moe"])
+def bench(request: pytest.FixtureRequest, llama: Bench, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return llama if request.param == "llama" else make_bench("moe", tmp_path_factory.mktemp("moe"))

@@ -55,8 +55,8 @@ def test_it_finds_the_gains_and_drops_the_loss(bench: Any, tmp_path: Path) -> No
     assert "rotate-in-place" not in agent.beliefs.best()
 
 
-def test_no_forward_is_submitted_twice_and_the_queue_never_runs_dry(bench: Any, tmp_path: Path) -> None:
-    agent = make(bench, tmp_path)
+def test_no_forward_is_submitted_twice_and_the_queue_never_runs_dry(llama: Any, tmp_path: Path) -> None:
+    agent = make(llama, tmp_path)
     agent.start()
     engine: Any = agent.engine
     for _ in range(8):
@@ -66,8 +66,8 @@ def test_no_forward_is_submitted_twice_and_the_queue_never_runs_dry(bench: Any, 
     assert agent.base.id not in {trial.forward for trial in engine.trials()}
 
 
-def test_the_board_tells_what_and_why(bench: Any, tmp_path: Path) -> None:
-    agent = make(bench, tmp_path)
+def test_the_board_tells_what_and_why(llama: Any, tmp_path: Path) -> None:
+    agent = make(llama, tmp_path)
     steps(agent, 3)
     posts = agent.board.posts()
     hypotheses = [post for post in posts if post.kind == "hypothesis"]
@@ -89,14 +89,12 @@ def test_it_learns_from_what_others_posted(bench: Any, tmp_path: Path) -> None:
     assert len(first.engine.trials()) == before + 1
 
 
-def test_seeds_decide(bench: Any, tmp_path: Path) -> None:
-    if bench.name != "llama":
-        pytest.skip("the same code; once is enough")
+def test_seeds_decide(llama: Any, tmp_path: Path) -> None:
     runs = []
     for index, seed in enumerate((1, 1, 2)):
         folder = tmp_path / str(index)
         folder.mkdir()
-        agent = make(bench, folder, seed=seed)
+        agent = make(llama, folder, seed=seed)
         steps(agent, 4)
         engine: Any = agent.engine
         runs.append(engine.calls)
@@ -118,10 +116,10 @@ def test_a_rewrite_that_breaks_the_forward_is_isolated(bench: Any, tmp_path: Pat
     assert max(t.figures.ratio for t in engine.trials() if t.figures) > 1.3
 
 
-def test_stops(bench: Any, tmp_path: Path) -> None:
-    assert make(bench, tmp_path, seconds=-1).run().reason == "deadline"
-    assert make(bench, tmp_path, rules=()).run().reason == "done"
-    single = make(bench, tmp_path, rules=[rule for rule in RULES if rule.name == "share-inputs"])
+def test_stops(llama: Any, tmp_path: Path) -> None:
+    assert make(llama, tmp_path, seconds=-1).run().reason == "deadline"
+    assert make(llama, tmp_path, rules=()).run().reason == "done"
+    single = make(llama, tmp_path, rules=[rule for rule in RULES if rule.name == "share-inputs"])
     assert single.run().reason == "done"
     assert len(single.engine.trials()) == 1
 
