@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 
 from tideforge.engine.events import read_events
+from tideforge.engine.outcome import Trial
 from tideforge.errors import TideforgeError, UserError
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.facts import NODES
@@ -92,7 +93,7 @@ class Tail:
     def lines(self, run: Run | None) -> Iterator[str]:
         for root in self._roots():
             events = list(read_events(root))
-            yield from (describe(event) for event in events[self.seen.get(root, 0) :])
+            yield from (describe(event, root) for event in events[self.seen.get(root, 0) :])
             self.seen[root] = len(events)
         for node in NODES if run else ():
             if node not in self.nodes and run and (manifest := run.manifest(node)):
@@ -100,11 +101,16 @@ class Tail:
                 yield f"node {node} done in {manifest.seconds:.1f} s"
 
 
-def describe(event: dict[str, Any]) -> str:
-    facts = {
-        key: value for key, value in event.items() if key not in ("time", "event", "pid") and value not in (None, "")
-    }
-    return f"{event['event']}  " + "  ".join(f"{key}={str(value)[:60]}" for key, value in facts.items())
+def describe(event: dict[str, Any], root: Path) -> str:
+    """An event in one line; the end of a trial with what it measured."""
+    facts = {key: str(value)[:60] for key, value in event.items() if key not in ("time", "event", "pid") and value}
+    result = root / "trials" / str(event.get("trial")) / "result.json"
+    if event["event"] == "trial_end" and result.exists():
+        trial = Trial.read(result)
+        facts = {"trial": trial.id, "by": trial.submitter, "outcome": str(trial.outcome)}
+        if trial.figures:
+            facts["ratio"] = f"{trial.figures.ratio:.3f} [{trial.figures.ci_low:.3f}, {trial.figures.ci_high:.3f}]"
+    return f"{event['event']}  " + "  ".join(f"{key}={value}" for key, value in facts.items())
 
 
 def follow(

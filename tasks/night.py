@@ -26,13 +26,17 @@ def new_run_id() -> str:
 def open_night(endpoint: Endpoint, run_id: str | None, reason: str, flow_run: str = "") -> Run:
     """The run `run_id`, made when it is new. Without an id: the run that this flow run began, else a new one.
 
-    `run.json` keeps name, reason, start and Prefect's id; it is written once, so a resumed night keeps its own reason.
+    `run.json` keeps name, reason, start and the id of the flow run that works on it. A resumed night keeps all but the
+    last, which an approval needs to find the flow run that waits.
     """
     root = runs_root(endpoint)
     if run_id is None:
         run_id = _begun_by(root, flow_run) or new_run_id()
     run = Run(root / run_id) if (root / run_id).is_dir() else Run.create(root, run_id)
-    if run.manifest("run") is None:
+    known = run.manifest("run")
+    if known is not None and flow_run and known.extra.get("flow_run") != flow_run:
+        run.finish("run", known.inputs, known.outputs, {**known.extra, "flow_run": flow_run}, known.started)
+    if known is None:
         text = json.dumps(endpoint.model_dump(mode="json"), sort_keys=True)
         output = run.write_json("endpoint", endpoint.model_dump(mode="json"))
         facts = {"endpoint": endpoint.name, "reason": reason, "started": time.time(), "flow_run": flow_run}

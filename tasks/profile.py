@@ -15,6 +15,8 @@ from tideforge.data.workload import Workload
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.store import Manifest, Run
 
+HELD_OUT_A_USER = 2  # 8 pairs of blocks of them have to fit into the budget of verification
+
 
 def profile(run: Run, endpoint: Endpoint) -> Manifest:
     """Outputs: profile (JSON; its SHA-256 is the profile's id), histograms (Parquet)."""
@@ -59,6 +61,7 @@ def workload(run: Run, endpoint: Endpoint, corpus_ids: Sequence[int]) -> Manifes
         search_output_tokens=spec.search_output_tokens,
         corpus_ids=corpus_ids,
         seed=spec.seed,
+        held_out_requests=HELD_OUT_A_USER * spec.users,
     )
     outputs = {"workload": run.write_bytes("workload", ".json", made.to_json().encode())}
     return run.finish("workload", inputs, outputs, {"notes": list(made.notes)}, started)

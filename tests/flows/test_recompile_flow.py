@@ -70,11 +70,13 @@ def test_a_night_that_broke_off_goes_on_and_ends_honestly(
     with pytest.raises(TideforgeError, match="the machine went away"):
         recompile(str(tiny_endpoint), "n1", "first", "wait")
     run = Run(Endpoint.load(tiny_endpoint).state / "runs" / "n1")
-    before = {name: run.need(name).finished for name in ("run", "ingest", "profile", "workload", "rank")}
+    before = {name: run.need(name).finished for name in ("ingest", "profile", "workload", "rank")}
+    broken_off = run.need("run").extra["flow_run"]
     assert run.manifest("search") is None
 
     facts = recompile(str(tiny_endpoint), "n1", "second", "wait")["extra"]
     assert {name: run.need(name).finished for name in before} == before
+    assert run.need("run").extra["flow_run"] != broken_off  # an approval must find the flow run that waits now
     assert (calls["offline-1"], calls["offline-2"], calls["reports"]) == (1, 1, 2)
     assert facts["reason"] == "first" and facts["shipped"] is None and facts["candidates"] == 0
     assert facts["result"] == "no candidate ships: none was faster than the incumbent beyond doubt"
