@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
 import statistics
 import time
@@ -103,6 +104,8 @@ class TransformersLane:
     def __init__(self, model: Any, cache: str, attention: str, length: int) -> None:
         self.name = f"transformers {cache} cache, {attention} attention"
         self.model, self.kind, self.attention, self.room = model, cache, attention, length
+        # its older releases call it past_key_values
+        self.keyword = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
     def prefill(self, prompt: Sequence[int]) -> None:
         from transformers import DynamicCache, StaticCache
@@ -121,7 +124,7 @@ class TransformersLane:
         return self._run(torch.tensor([[self.token]]))
 
     def _run(self, tokens: Tensor) -> int:
-        out = self.model(tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        out = self.model(tokens, **{self.keyword: self.cache}, use_cache=True, logits_to_keep=1)
         self.token = int(out.logits[0, -1].argmax())
         return self.token
 
