@@ -105,11 +105,12 @@ def night(servers: stack.Stack, endpoint: Endpoint, approver: Approver, say: Say
     flow_run = follow.start(api, follow.NIGHTLY, parameters)
     say(f"run {run_id}: {follow.link(servers.prefect, flow_run)}")
     until = (*follow.FINAL, "PAUSED")
-    state = follow.follow(api, flow_run, endpoint, say, until)
+    tail = follow.Tail(endpoint)
+    state = follow.follow(api, flow_run, endpoint, say, until, tail=tail)
     run = Run(endpoint.state / "runs" / run_id)
     if state["type"] == "PAUSED":
         decide(servers, endpoint, run, flow_run, approver, say)
-        state = follow.follow(api, flow_run, endpoint, say, timeout_s=endpoint.approval_hours * 3600)
+        state = follow.follow(api, flow_run, endpoint, say, timeout_s=endpoint.approval_hours * 3600, tail=tail)
     if state["type"] != "COMPLETED":
         raise TideforgeError(
             f"run {run_id} {state['name'].lower()}: {state['message']}; logs: {endpoint.state / 'logs'}"

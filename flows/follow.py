@@ -120,9 +120,10 @@ def follow(
     say: Callable[[str], None],
     until: tuple[str, ...] = FINAL,
     timeout_s: float = 3600,
+    tail: Tail | None = None,
 ) -> dict[str, Any]:
-    """Prints progress until the run's state type is one of `until`; returns that state."""
-    tail, deadline, last = Tail(endpoint), time.monotonic() + timeout_s, ""
+    """Prints progress until the run's state type is one of `until`; returns that state. A `tail` goes on where it was."""
+    tail, deadline, last = tail or Tail(endpoint), time.monotonic() + timeout_s, ""
     while time.monotonic() < deadline:
         state = state_of(api, flow_run)
         if state["name"] != last:
