@@ -69,6 +69,7 @@ def compute(run: Run) -> dict[str, Any]:
         "failed_requests": ship.get("failed_requests"),
         "incumbent_vs_transformers": verify.get("incumbent_vs_transformers"),
         "linear_floor_ms": verify.get("linear_floor_ms"),
+        "incumbent_decode_ms": verify.get("incumbent_decode_ms"),
         "wall_s": wall_s(night),
     }
 

@@ -24,6 +24,7 @@ import httpx
 import tideforge
 from tideforge.errors import UserError
 from tideforge.tasks.endpoint import Endpoint
+from tideforge.tasks.machine import worker_cpus
 
 POOL = "tideforge"
 READY_S = 240.0
@@ -205,7 +206,23 @@ def up(endpoint_file: Path, endpoint: Endpoint, env: Mapping[str, str] | None = 
     deploy(state, full_env)  # while the server still loads its weights
     for process in running.values():
         wait_ready(process)
+        keep_off(process.pid, worker_cpus())
     return stack
+
+
+def keep_off(pid: int, cores: Sequence[int]) -> None:
+    """Moves a process, its threads and its children off `cores`: the measuring worker has them to itself.
+
+    Workers stay: they are pinned there, and only one of them is active at a time.
+    """
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+        process = psutil.Process(pid)
+        for one in (process, *process.children(recursive=True)):
+            if "tideforge.engine.worker" not in one.cmdline():
+                for thread in one.threads():
+                    os.sched_setaffinity(thread.id, set(os.sched_getaffinity(thread.id)) - set(cores) or {0})
 
 
 def _addresses(old: Stack | None, endpoint_file: Path) -> Stack:

@@ -28,6 +28,7 @@ from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.machine import settings_for
 from tideforge.tasks.store import Manifest, Run
 from tideforge.tasks.verify.gates import GATES, Caught
+from tideforge.tasks.verify.plainness import beside_transformers
 from tideforge.tasks.verify.probe import POISON, Probe
 
 STEP_TIMEOUT_S = 60.0
@@ -216,14 +217,22 @@ def verify(run: Run, endpoint: Endpoint) -> Manifest:
     candidate = Forward.load(forwards / inputs["finalist"])
     if candidate.id != inputs["finalist"]:
         raise UserError(str(forwards / inputs["finalist"]), "its files do not hash to its name", "run the search again")
+    settings = settings_for(endpoint)
     verdict = examine(
-        settings_for(endpoint), run.folder, Forward.load(forwards / inputs["incumbent"]), candidate,
+        settings, run.folder, Forward.load(forwards / inputs["incumbent"]), candidate,
         Workload.read(run.path(run.need("workload"), "workload")), bounds_from(search.extra["bounds"]),
         endpoint.budget.held_out_pairs, lambda line: log_event(run.folder, "verify", line=line),
     )  # fmt: skip
-    output = run.write_json("verdict", verdict.to_dict())
-    extra = {"passed": verdict.passed, "forward": verdict.forward, "reason": reason(verdict)}
-    return run.finish("verify", inputs, {"verdict": output}, extra, started=started)
+    log_event(run.folder, "verify", line="the incumbent's one-user decode beside transformers")
+    plain = beside_transformers(settings, (forwards / str(search.extra["served"])).resolve())
+    outputs = {"verdict": run.write_json("verdict", verdict.to_dict()), "baseline": run.write_json("baseline", plain)}
+    extra = {
+        "passed": verdict.passed, "forward": verdict.forward, "reason": reason(verdict),
+        "incumbent_vs_transformers": plain.get("ratio"),
+        "linear_floor_ms": 1e3 / plain["floor_tps"] if "floor_tps" in plain else None,
+        "incumbent_decode_ms": 1e3 / plain["raw_tps"] if "raw_tps" in plain else None,
+    }  # fmt: skip
+    return run.finish("verify", inputs, outputs, extra, started=started)
 
 
 def bounds_from(raw: Mapping[str, Any]) -> Bounds:

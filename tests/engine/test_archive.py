@@ -63,7 +63,9 @@ def test_a_forwards_id_covers_every_file_and_name():
     assert len(ids) == 4
 
 
-@pytest.mark.parametrize("files", [{}, {"forward.py": "", "../x.py": ""}, {"forward.py": "", "/x.py": ""}, {"forward.py": "", "a.so": ""}])
+@pytest.mark.parametrize(
+    "files", [{}, {"forward.py": "", "../x.py": ""}, {"forward.py": "", "/x.py": ""}, {"forward.py": "", "a.so": ""}]
+)
 def test_bundles_that_reach_outside_are_refused(files):
     with pytest.raises(CandidateError):
         Forward(files)
