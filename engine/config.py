@@ -91,6 +91,7 @@ class Settings:
     block_size: int = 16
     num_blocks: int = 256
     threads: int = 1
+    device: str = "cpu"  # of the workers; the reference always runs on the CPU
     worker_cpus: tuple[int, ...] = ()  # cores of the measuring worker; empty: any
 
     def arena_layout(self, config: ModelConfig) -> ArenaLayout:

@@ -33,7 +33,7 @@ from tideforge.errors import CandidateError
 
 WARM_REQUESTS = 4
 CHECKED_ANSWERS = 3
-HOPELESS = 0.97  # below this ratio after the first pass, no second pass is spent
+HOPELESS = 0.97  # below this ratio after a pass, no further pass is spent
 STEP_TIMEOUT_FACTOR = 20.0
 MIN_STEP_TIMEOUT_S = 2.0
 
@@ -137,10 +137,11 @@ class Bench:
     def _tune(self) -> None:
         """Finds the incumbent's best knobs by a plain search, once a night, and freezes them for every candidate."""
         path = self.config.night / "tuned.json"
+        knobs = self.incumbent.knobs
         if path.exists():
             knobs = json.loads(path.read_text())["knobs"]
-        else:
-            knobs = self._best_knobs() if self.config.tune else self.incumbent.knobs
+        elif self.config.tune:
+            knobs = self._best_knobs()
         served = self.incumbent.id
         self.incumbent = self.incumbent.with_file(KNOBS, json.dumps(knobs, sort_keys=True) + "\n")
         self.incumbent.save(self.lab.settings.state / "forwards")
@@ -255,8 +256,9 @@ class Bench:
             a, b, steps = measure.lockstep(self._incumbent_side(), candidate, *self._replay())
             blocks.append((a, b))
             pairs += steps
-            if measure.ratio_of_steps(pairs).ratio < HOPELESS or time.monotonic() > deadline:
-                break
+            found = measure.ratio_of_steps(pairs)
+            if found.ratio < HOPELESS or found.low > 1 or time.monotonic() > deadline:
+                break  # decided either way; the final score is another measurement
         return blocks, pairs
 
     def _incumbent_side(self) -> measure.Side:

@@ -88,8 +88,9 @@ class Lab:
         worker = RemoteExecutor(process, ours, arena)
         weights = self._ask_weights()
         header = {
-            "type": "attach", "model": str(self.settings.model.resolve()), "dtype": self.settings.dtype, "threads": self.settings.threads,
-            "cpus": list(self.settings.worker_cpus), "layout": self.layout.to_dict(), "limits": vars(self.settings.limits),
+            "type": "attach", "model": str(self.settings.model.resolve()), "dtype": self.settings.dtype,
+            "threads": self.settings.threads, "device": self.settings.device, "cpus": list(self.settings.worker_cpus),
+            "layout": self.layout.to_dict(), "limits": vars(self.settings.limits),
             "entries": weights.header["entries"], "bytes": weights.header["bytes"],
         }  # fmt: skip
         protocol.send(ours, header, fds=[weights.fds[0], arena.fd])

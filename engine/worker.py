@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from tideforge.engine import contract, memory, protocol, sampler
+from tideforge.engine import device as device_memory
 from tideforge.engine.guard import die_with_parent
 from tideforge.errors import CandidateError, PeerGone
 
@@ -42,18 +43,14 @@ def map_tensors(fd: int, size: int, entries: list[list[Any]], dtype: torch.dtype
         }
 
 
-def map_arena(fd: int, layout: memory.ArenaLayout) -> tuple[contract.KVGroup, Tensor]:
+def map_arena(fd: int, layout: memory.ArenaLayout, device: torch.device) -> tuple[contract.KVGroup, Tensor]:
     """The KV group and the logits buffer [max_logits, V] of an arena."""
-    pages = mmap.mmap(fd, layout.bytes)
-    dtype = _DTYPES[layout.dtype]
-    count = layout.plane_bytes // dtype.itemsize
+    pages = device_memory.mapped(torch.frombuffer(mmap.mmap(fd, layout.bytes), dtype=torch.uint8), device)
     planes = [
-        torch.frombuffer(pages, dtype=dtype, count=count, offset=i * layout.plane_bytes).reshape(layout.page_shape)
-        for i in range(2 * layout.num_layers)
+        pages[at : at + layout.plane_bytes].view(_DTYPES[layout.dtype]).reshape(layout.page_shape)
+        for at in range(0, 2 * layout.num_layers * layout.plane_bytes, layout.plane_bytes)
     ]
-    logits = torch.frombuffer(
-        pages, dtype=torch.float32, count=layout.max_logits * layout.vocab_size, offset=layout.logits_offset
-    )
+    logits = pages[layout.logits_offset : layout.bytes].view(torch.float32)
     group = contract.KVGroup(layout.block_size, tuple(planes[0::2]), tuple(planes[1::2]))
     return group, logits.reshape(layout.max_logits, layout.vocab_size)
 
@@ -74,7 +71,7 @@ def load_forward(folder: Path, ctx: contract.Context) -> contract.ForwardFn:
     try:
         with torch.inference_mode():
             return module.build(ctx)  # type: ignore[no-any-return]
-    except MemoryError as error:
+    except (MemoryError, torch.OutOfMemoryError) as error:
         raise CandidateError("out_of_memory", _last_line(error)) from error
     except Exception as error:
         raise CandidateError("build_error", _last_line(error)) from error
@@ -115,8 +112,10 @@ class Worker:
         self.dtype = _DTYPES[head["dtype"]]
         self.config = contract.ModelConfig.load(Path(head["model"]))
         self.limits = contract.Limits(**head["limits"])
-        self.weights = map_tensors(message.fds[0], head["bytes"], head["entries"], self.dtype)
-        self.group, self.logits = map_arena(message.fds[1], self.layout)
+        self.device = torch.device(head.get("device", "cpu"))
+        weights = map_tensors(message.fds[0], head["bytes"], head["entries"], self.dtype)
+        self.weights = {name: weight.to(self.device) for name, weight in weights.items()}  # on the CPU: no copy
+        self.group, self.logits = map_arena(message.fds[1], self.layout, self.device)
         for fd in message.fds:
             os.close(fd)
         protocol.send(self.sock, {"type": "ready", "pid": os.getpid()})
@@ -127,7 +126,7 @@ class Worker:
             config=dataclasses.replace(self.config),
             weights=self.weights,
             dtype=self.dtype,
-            device=torch.device("cpu"),
+            device=self.device,
             kv_groups=(self.group,),
             layer_range=range(*message.header["layers"]),
             limits=self.limits,
@@ -136,7 +135,7 @@ class Worker:
         protocol.send(self.sock, {"type": "staged", "seconds": time.perf_counter() - begin})
 
     def step(self, message: protocol.Message) -> None:
-        arrays = {name: torch.from_numpy(value.copy()) for name, value in message.arrays.items()}
+        arrays = {name: torch.from_numpy(value.copy()).to(self.device) for name, value in message.arrays.items()}
         tokens = execute(self.forward, self.logits, message.header, arrays)
         protocol.send(self.sock, {"type": "tokens"}, {"tokens": tokens})
 
@@ -166,11 +165,11 @@ def execute(forward: Any, buffer: Tensor, head: dict[str, Any], arrays: dict[str
             sampled = sampler.sample(
                 buffer[:rows], arrays["temperatures"], arrays["top_ps"], arrays["seeds"], arrays["sample_positions"]
             )
-    except MemoryError as error:
+    except (MemoryError, torch.OutOfMemoryError) as error:
         raise CandidateError("out_of_memory", _last_line(error)) from error
     except Exception as error:
         raise CandidateError("forward_error", _last_line(error)) from error
-    return sampled.numpy()
+    return sampled.cpu().numpy()
 
 
 def main() -> None:

@@ -101,7 +101,9 @@ class Endpoint(Strict):
         try:
             raw: Any = yaml.safe_load(path.read_text())
         except FileNotFoundError:
-            raise UserError(str(path), "does not exist", "give --endpoint an endpoint file (deployments/endpoints/)") from None
+            raise UserError(
+                str(path), "does not exist", "give --endpoint an endpoint file (deployments/endpoints/)"
+            ) from None
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise UserError(str(path), f"cannot be read ({str(error).splitlines()[0]})", "write it as YAML") from None
         if not isinstance(raw, dict):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tideforge.costmodel import hardware, launch
 from tideforge.engine.config import Limits, Settings
+from tideforge.errors import UserError
 from tideforge.tasks.endpoint import Endpoint
 
 
@@ -20,6 +21,22 @@ def other_cpus() -> tuple[int, ...]:
     """The cores for everything else."""
     cores = sorted(range(os.cpu_count() or 1))
     return tuple(cores[:-1]) if len(cores) > 1 else tuple(cores)
+
+
+def has_gpu() -> bool:
+    """Whether NVIDIA's driver shows a device here."""
+    return Path("/dev/nvidia0").exists()
+
+
+def device_for(endpoint: Endpoint) -> str:
+    """A GPU where the endpoint names one and this machine has one. UserError where only the first is true."""
+    if endpoint.hardware.name == "cpu":
+        return "cpu"
+    if not has_gpu():
+        raise UserError(
+            "hardware.name", f"is {endpoint.hardware.name}, but no GPU is here", "run on the GPU's machine or name cpu"
+        )
+    return "cuda"
 
 
 def settings_for(endpoint: Endpoint) -> Settings:
@@ -43,6 +60,7 @@ def settings_for(endpoint: Endpoint) -> Settings:
         block_size=number("--block-size", 16),
         num_blocks=number("--num-blocks", 512),
         threads=number("--threads", 1),
+        device=device_for(endpoint),
         worker_cpus=worker_cpus(),
     )
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tideforge.flows.defaults import demo_endpoint
+
 if TYPE_CHECKING:
     from rich.status import Status
 
@@ -16,8 +18,8 @@ ENDPOINT = click.option(
     "--endpoint",
     "endpoint_file",
     type=click.Path(path_type=Path),
-    default="deployments/endpoints/smollm2-cpu.yaml",
-    show_default=True,
+    default=demo_endpoint,
+    show_default="deployments/endpoints/smollm2-cpu.yaml, or smollm2-cuda.yaml where there is a GPU",
 )
 
 

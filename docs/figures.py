@@ -1,0 +1,95 @@
+"""Regenerates the figures in README.md from the raw records in docs/records/.
+
+python docs/figures.py                     rewrite README.md
+python docs/figures.py --check             exit 1 if README.md is not what the records say
+python docs/figures.py --add NAME REPORT   keep the last line of REPORT (a command's output) as a record, with
+                                           commit, machine and time
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RECORDS, README = ROOT / "docs" / "records", ROOT / "README.md"
+BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
+
+
+def add(name: str, report: Path) -> None:
+    """Writes docs/records/NAME.json."""
+    figures = json.loads(report.read_text().strip().splitlines()[-1])
+    with open("/proc/cpuinfo") as file:
+        cpu = next(
+            (line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), platform.machine()
+        )
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    cores = len(Path("/sys/devices/system/cpu/online").read_text().strip().split("-"))
+    record = {"commit": commit.strip(), "cpu": cpu, "cores": cores, "kernel": platform.release(), "time": when}
+    (RECORDS / f"{name}.json").write_text(
+        json.dumps({"record": record, "figures": figures}, indent=1, sort_keys=True) + "\n"
+    )
+
+
+def table() -> str:
+    """The table of the demo's record, as Markdown."""
+    raw = json.loads((RECORDS / "demo.json").read_text())
+    record, f = raw["record"], raw["figures"]
+    outcomes = ", ".join(f"{count} {name}" for name, count in f["outcomes"].items())
+    rows = [
+        ("gain of the source alone, held-out requests", f"{f['best_ratio']:.2f} times [{f['ci_low']:.2f}, {f['ci_high']:.2f}], "
+         f"{f['held_out_pairs']} pairs; 16 users, 48 tokens out"),
+        ("output tokens/s, incumbent and winner", f"{f['incumbent_tps']:.1f} and {f['finalist_tps']:.1f}"),
+        ("the same over HTTP on the live server, flipped A B B A", f"{f['http_tps_before']:.1f} and {f['http_tps_after']:.1f}; "
+         f"{f['failed_requests']} failed requests"),
+        ("candidates in the search", f"{f['candidates']} in {f['search_s']:.0f} s ({outcomes})"),
+        ("service starts, weight loads", f"{f['service_starts']}, {f['weight_loads']}"),
+        ("engine idle while candidates waited", f"{f['idle_s_while_queued']:.2f} s"),
+        ("the incumbent's one-user decode beside transformers'", _beside(f)),
+        ("whole night", f"{f['wall_s'] / 60:.1f} minutes"),
+    ]  # fmt: skip
+    head = (
+        f"`make demo APPROVE=yes` on {record['cores']} cores of {record['cpu']}, {record['time'][:10]}, commit "
+        f"{record['commit'][:10]} (raw: `docs/records/demo.json`; this table: `python docs/figures.py`):"
+    )
+    return "\n".join([head, "", "| what | seen |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+
+
+def _beside(f: dict[str, Any]) -> str:
+    if f["incumbent_vs_transformers"] is None:
+        return "not measured"
+    return (
+        f"{f['incumbent_vs_transformers']:.2f} times; {f['incumbent_decode_ms']:.0f} ms a token, of which the linear layers "
+        f"alone {f['linear_floor_ms']:.0f} ms"
+    )
+
+
+def rendered(text: str) -> str:
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--add", nargs=2, metavar=("NAME", "REPORT"))
+    args = parser.parse_args()
+    if args.add:
+        add(args.add[0], Path(args.add[1]))
+    new = rendered(README.read_text())
+    if args.check:
+        sys.exit(
+            0 if new == README.read_text() else "README.md does not show what docs/records says: run docs/figures.py"
+        )
+    README.write_text(new)
+
+
+if __name__ == "__main__":
+    main()
