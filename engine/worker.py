@@ -112,7 +112,7 @@ class Worker:
         self.dtype = _DTYPES[head["dtype"]]
         self.config = contract.ModelConfig.load(Path(head["model"]))
         self.limits = contract.Limits(**head["limits"])
-        self.device = torch.device(head.get("device", "cpu"))
+        self.device = torch.device(head["device"])
         weights = map_tensors(message.fds[0], head["bytes"], head["entries"], self.dtype)
         self.weights = {name: weight.to(self.device) for name, weight in weights.items()}  # on the CPU: no copy
         self.group, self.logits = map_arena(message.fds[1], self.layout, self.device)

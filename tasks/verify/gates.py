@@ -97,11 +97,13 @@ def written_kv(probe: Probe) -> dict[str, Any]:
     keys, values = probe.reference.kv(tokens, probe.layers)
     slots = np.asarray(row.blocks)[np.arange(row.context) // probe.arena.layout.block_size]
     offsets = np.arange(row.context) % probe.arena.layout.block_size
+    # The noise of these very tokens: the first few of a sequence can carry activations a hundred times the usual.
+    bounds = probe.reference.bounds(probe.arena.layout.dtype, tokens, probe.layers)
     worst = 0.0
     for layer in probe.layers:
         for name, expected, is_value, limits in (
-            ("keys", keys[layer], False, probe.bounds.key),
-            ("values", values[layer], True, probe.bounds.value),
+            ("keys", keys[layer], False, np.maximum(bounds.key, probe.bounds.key)),
+            ("values", values[layer], True, np.maximum(bounds.value, probe.bounds.value)),
         ):
             got = float32(probe.arena.plane(layer, is_value)[slots, offsets], probe.arena.layout.dtype)
             errors = np.abs(got - expected)
