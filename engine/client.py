@@ -86,7 +86,7 @@ class EngineClient:
                     raise UserError(
                         str(self.path),
                         "no engine answers there",
-                        "a search starts one: `tideforge search` or `tideforge recompile`",
+                        "a search starts one: `tideforge recompile` or `tideforge node search`",
                     ) from error
                 time.sleep(0.1)
 

@@ -8,5 +8,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_readme_shows_what_the_records_say() -> None:
-    result = subprocess.run([sys.executable, str(ROOT / "docs" / "figures.py"), "--check"], capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "docs" / "figures.py"), "--check"], capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
