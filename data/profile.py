@@ -66,6 +66,7 @@ def keep_last(db: duckdb.DuckDBPyConnection, hours: float) -> None:
 
 def make_profile(db: duckdb.DuckDBPyConnection) -> Profile:
     """Profile of the table `requests`; UserError when it has no rows."""
+    closed_days = close_silences(db)
     totals = ask(db, "totals")[0]
     if not totals["requests"]:
         raise UserError("traffic log", "has no good rows", "see the reasons with `tideforge ingest`")
@@ -77,6 +78,7 @@ def make_profile(db: duckdb.DuckDBPyConnection) -> Profile:
         requests=totals["requests"],
         first_arrival=first,
         span_s=span_s,
+        closed_days=closed_days,
         prompt=lengths["prompt"],
         output=lengths["output"],
         context=lengths["context"],
@@ -90,6 +92,16 @@ def make_profile(db: duckdb.DuckDBPyConnection) -> Profile:
         prefixes=prefixes_of(db),
         tenants=ask(db, "prefixes")[0]["tenants"],
     )
+
+
+def close_silences(db: duckdb.DuckDBPyConnection) -> int:
+    """Makes the table `active` of sql/active.sql; the days of silence that were left out."""
+    db.execute((resources.files("tideforge.data") / "sql" / "active.sql").read_text())
+    row = db.execute(
+        "SELECT (SELECT epoch_us(max(arrival)) - epoch_us(min(arrival)) FROM requests)"
+        " - (SELECT epoch_us(max(arrival)) - epoch_us(min(arrival)) FROM active)"
+    ).fetchall()[0]
+    return int(row[0] or 0) // 86_400_000_000
 
 
 def ask(db: duckdb.DuckDBPyConnection, name: str, values: dict[str, Any] | None = None) -> list[dict[str, Any]]:
@@ -203,6 +215,7 @@ HISTOGRAMS_SCHEMA = pa.schema(
 
 def write_histograms(db: duckdb.DuckDBPyConnection, target: Path) -> None:
     """All histograms of the table `requests` as one long Parquet table."""
+    close_silences(db)
     rows: list[tuple[Any, ...]] = []
     for row in ask(db, "joint"):
         x, y = bin_edges(row["prompt_bin"]), bin_edges(row["output_bin"])

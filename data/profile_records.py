@@ -76,7 +76,8 @@ class Profile(Record):
     bins_per_octave: int = BINS_PER_OCTAVE
     requests: int
     first_arrival: str
-    span_s: float
+    span_s: float = Field(description="from first to last arrival, less `closed_days`")
+    closed_days: int = Field(description="whole days of silence, a day or more at a time, that rates leave out")
     prompt: Lengths
     output: Lengths
     context: Lengths

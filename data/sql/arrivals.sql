@@ -1,8 +1,8 @@
 -- Requests a minute, counted from the first arrival; minutes without any are rows with 0.
-WITH start AS (SELECT min(epoch_us(arrival)) AS first_us, max(epoch_us(arrival)) AS last_us FROM requests),
+WITH start AS (SELECT min(epoch_us(arrival)) AS first_us, max(epoch_us(arrival)) AS last_us FROM active),
 counted AS (
     SELECT (epoch_us(arrival) - first_us) // 60000000 AS minute, count(*) AS requests
-    FROM requests, start
+    FROM active, start
     GROUP BY ALL
 )
 SELECT minute::BIGINT AS minute, coalesce(requests, 0) AS requests

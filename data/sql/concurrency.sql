@@ -6,7 +6,7 @@ WITH spans AS (
                WHEN latency_ms IS NOT NULL THEN round(latency_ms * 1000)::BIGINT
                ELSE prompt_tokens * $prefill_us_per_token + output_tokens * $decode_us_per_token
            END AS end_us
-    FROM requests
+    FROM active
 ),
 changes AS (
     SELECT at_us, sum(change) AS change

@@ -192,3 +192,36 @@ def test_rank_correlation_of_the_extremes() -> None:
     assert rank_correlation(tuple((n, n, 5) for n in range(8, 20))) == pytest.approx(1)
     assert rank_correlation(tuple((n, 40 - n, 5) for n in range(8, 20))) == pytest.approx(-1)
     assert rank_correlation(((8, 8, 5),)) == 0
+
+
+def test_a_silence_of_years_is_closed_up_and_hours_stay(tmp_path):
+    import datetime
+
+    import duckdb
+
+    from tideforge.data.profile import make_profile
+
+    def rows(start: datetime.datetime) -> str:
+        return (
+            f"SELECT TIMESTAMPTZ '{start.isoformat()}' + i * INTERVAL 1 SECOND AS arrival, 'r{start.year}-' || i AS request_id, "
+            "10 AS prompt_tokens, 5 AS output_tokens FROM range(600) t(i)"
+        )
+
+    from tideforge.data.readers import connect
+    from tideforge.data.schema import LOG_SCHEMA
+
+    def profile_of(*starts: datetime.datetime):
+        db = connect()
+        given = {"arrival", "request_id", "prompt_tokens", "output_tokens"}
+        empty = duckdb.from_arrow(LOG_SCHEMA.empty_table(), connection=db)
+        empty.create("requests")
+        union = " UNION ALL ".join(rows(start) for start in starts)
+        db.execute(f"INSERT INTO requests BY NAME SELECT {', '.join(sorted(given))} FROM ({union})")
+        return make_profile(db)
+
+    utc = datetime.UTC
+    one = profile_of(datetime.datetime(2023, 5, 1, 9, tzinfo=utc))
+    two = profile_of(datetime.datetime(2023, 5, 1, 9, tzinfo=utc), datetime.datetime(2026, 5, 1, 15, tzinfo=utc))
+    assert one.closed_days == 0 and two.closed_days == 3 * 365 + 1
+    assert two.span_s < 86400 and two.concurrency.most == one.concurrency.most
+    assert set(two.hours) == {*one.hours, *profile_of(datetime.datetime(2026, 5, 1, 15, tzinfo=utc)).hours}
