@@ -11,7 +11,16 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo demo-drift up down test test-all lint
+# A random MoE model, its search and its verification; the last line is the report. Nothing is served or shipped.
+MOE := --endpoint deployments/endpoints/tiny-moe.yaml
+bench-moe: RUN := moe-$(shell date +%Y%m%d-%H%M%S)
+bench-moe: setup
+	@$(PY) -m tideforge.engine.doubles moe .models/tiny-moe --layers 4
+	@for node in ingest profile workload search verify; do \
+	  $(TIDEFORGE) node $$node $(MOE) --run $(RUN) || exit 1; done
+	@$(TIDEFORGE) report $(RUN) $(MOE) --json
+
+.PHONY: bench-moe setup demo demo-drift up down test test-all lint
 
 setup:
 	@deployments/setup.sh

@@ -6,6 +6,7 @@ near 4 nats of ln(320) = 5.8): a wrong forward changes tokens, as it does on tra
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -108,3 +109,19 @@ def byte_tokenizer() -> dict[str, Any]:
     assert len(entries) == len(set(entries)) == VOCAB
     vocab = {token: i for i, token in enumerate(entries)}
     return tokenizer_json(vocab, merges, {token: vocab[token] for token in SPECIALS})
+
+
+def main() -> None:
+    """`python -m tideforge.engine.doubles llama|moe FOLDER [--layers N]` writes such a checkpoint."""
+    parser = argparse.ArgumentParser(description="write a small seeded random checkpoint")
+    parser.add_argument("architecture", choices=("llama", "moe"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    make = tiny_llama if args.architecture == "llama" else tiny_moe
+    make(args.folder, seed=args.seed, layers=args.layers)
+
+
+if __name__ == "__main__":
+    main()
