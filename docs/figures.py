@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -31,7 +32,7 @@ def add(name: str, report: Path) -> None:
         )
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    cores = len(Path("/sys/devices/system/cpu/online").read_text().strip().split("-"))
+    cores = os.cpu_count()
     record = {"commit": commit.strip(), "cpu": cpu, "cores": cores, "kernel": platform.release(), "time": when}
     (RECORDS / f"{name}.json").write_text(
         json.dumps({"record": record, "figures": figures}, indent=1, sort_keys=True) + "\n"

@@ -162,7 +162,11 @@ class Bench:
         """max_num_batched_tokens by interleaved replays on the incumbent's own worker: two rounds, best median."""
         own = self.incumbent.knobs
         largest = self.config.settings.limits.max_num_batched_tokens
-        options = [own] + [{**own, "max_num_batched_tokens": n} for n in (largest // 2, largest // 4) if n >= 16]
+        options = [own] + [
+            {**own, "max_num_batched_tokens": n}
+            for n in (largest // 4,)
+            if n >= self.config.settings.limits.max_num_seqs
+        ]
         seconds: dict[int, list[float]] = {index: [] for index in range(len(options))}
         with self.lab.clock():
             for _ in range(2):
