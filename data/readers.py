@@ -173,7 +173,7 @@ def scan_csv(chosen: Format, path: Path, names: list[str]) -> tuple[str, list[ob
     """Line by line, so that an open quote or a wrong number of fields breaks its own line and no other."""
     fields = ", ".join(f'trim(fields[{names.index(name) + 1}]) AS "{name}"' for name in chosen.source)
     lines = (
-        "SELECT line, row_number() OVER () - 2 AS row FROM read_csv(?, delim = '\x01', quote = '', escape = '', "
+        "SELECT line, row_number() OVER () - 2 AS row FROM read_csv(?, delim = '\x01\x02\x03\x04', quote = '', escape = '', "
         "header = false, auto_detect = false, columns = {line: 'VARCHAR'})"
     )
     query = (

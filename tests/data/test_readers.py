@@ -242,6 +242,9 @@ def test_every_row_is_accounted_for(tmp_path_factory: pytest.TempPathFactory, ro
 
 @hypothesis.settings(max_examples=25, deadline=None)
 @hypothesis.given(text=st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=60))
+@hypothesis.example(text="\x010")
+@hypothesis.example(text="\x01\x02,\x03")
+@hypothesis.example(text="\x00,1,2")
 def test_any_csv_line_is_counted_once(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     path = tmp_path_factory.mktemp("csv") / "a.csv"
     path.write_text(HEADER + GOOD_LINE + text + "\n" + "2026-01-02 00:00:00,5,6\n", encoding="utf-8")

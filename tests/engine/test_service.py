@@ -20,7 +20,6 @@ from tideforge.engine.guard import start_detached
 from tideforge.engine.outcome import Outcome
 from tideforge.errors import UserError
 
-
 LLAMA = Path(__file__).parents[2] / "engine" / "models" / "llama"
 
 
@@ -55,7 +54,7 @@ def variant(client: EngineClient, text: str) -> Forward:
 
 
 def test_trials_pass_fail_and_repeat(night):
-    client, folder = night
+    client, _ = night
     good, twice = variant(client, "\n# the same arithmetic\n"), variant(client, "\n# again\n")
     doubled = good.files["forward.py"].replace("* F.linear(x, self.up_proj)", "* (1.5 * F.linear(x, self.up_proj))")
     submissions = {
@@ -83,7 +82,7 @@ def test_trials_pass_fail_and_repeat(night):
 
 
 def test_a_killed_service_goes_on_and_counts_nothing_twice(night):
-    client, folder = night
+    client, _ = night
     first = client.submit(variant(client, "\n# 1\n"))
     assert client.wait(first, 60).outcome is Outcome.PASSED
     finished = client.trial(first)
@@ -99,7 +98,7 @@ def test_a_killed_service_goes_on_and_counts_nothing_twice(night):
 
 
 def test_a_killed_measuring_worker_costs_no_trial(night):
-    client, folder = night
+    client, _ = night
     client.submit(variant(client, "\n# 1\n"))
     workers = [event["worker"] for event in read_events(folder) if event["event"] == "worker_start"]
     os.kill(workers[0], signal.SIGKILL)  # the incumbent's: started first
