@@ -82,7 +82,7 @@ def test_trials_pass_fail_and_repeat(night):
 
 
 def test_a_killed_service_goes_on_and_counts_nothing_twice(night):
-    client, _ = night
+    client, folder = night
     first = client.submit(variant(client, "\n# 1\n"))
     assert client.wait(first, 60).outcome is Outcome.PASSED
     finished = client.trial(first)
@@ -98,7 +98,7 @@ def test_a_killed_service_goes_on_and_counts_nothing_twice(night):
 
 
 def test_a_killed_measuring_worker_costs_no_trial(night):
-    client, _ = night
+    client, folder = night
     client.submit(variant(client, "\n# 1\n"))
     workers = [event["worker"] for event in read_events(folder) if event["event"] == "worker_start"]
     os.kill(workers[0], signal.SIGKILL)  # the incumbent's: started first

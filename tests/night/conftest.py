@@ -36,7 +36,7 @@ WHO, PASSPHRASE = "Ann Other", "correct horse"
 LLAMA = Path(tideforge.engine.__file__).parent / "models" / "llama"
 
 # An agent of the kind `command`: it takes most of the incumbent's needless work away, which no machine can miss.
-GAINER = '''
+GAINER = """
 import os, re, subprocess, sys
 from pathlib import Path
 
@@ -46,11 +46,11 @@ target.mkdir(exist_ok=True)
 for file in source.iterdir():
     text = file.read_text()
     if file.name == "forward.py":
-        text = re.sub(r"NEEDLESS = (\\d+)", lambda found: f"NEEDLESS = {int(found[1]) // 4}", text)
+        text = re.sub(r"NEEDLESS = (\\d+)", lambda found: f"NEEDLESS = {int(found[1]) // 5}", text)
     (target / file.name).write_text(text)
 ask = [sys.executable, "-m", "tideforge.tasks.search.ask"]
 print(subprocess.run([*ask, "submit", str(target)], capture_output=True, text=True, check=True).stdout)
-'''
+"""
 
 
 def needless(folder: Path, passes: int) -> Path:
@@ -133,7 +133,10 @@ class Place:
         """What the archive on disk says, by id."""
         folders = sorted((self.run(run_id).folder / "trials").glob("*/submission.json"))
         results = [path.with_name("result.json") for path in folders]
-        return {path.parent.name: Trial.read(path if path.exists() else path.with_name("submission.json")) for path in results}
+        return {
+            path.parent.name: Trial.read(path if path.exists() else path.with_name("submission.json"))
+            for path in results
+        }
 
     def finished(self, run_id: str) -> dict[str, bytes]:
         """The bytes of every finished trial's result."""
@@ -210,9 +213,9 @@ def deployment_for() -> Iterator[Deployment]:
         (folder / "gainer.py").write_text(GAINER)
         raw = yaml.safe_load(place.file.read_text())
         raw |= {
-            "forward": str(needless(folder / "forward", 240)),
+            "forward": str(needless(folder / "forward", 2000)),
             "agents": [{"kind": "command", "name": "gainer", "command": [sys.executable, str(folder / "gainer.py")]}],
-            "sandbox": "off",  # its own folder lies where a sandbox shows nothing
+            "sandbox": "off",  # the agent's own file lies where a sandbox shows nothing
         }
         place.file.write_text(yaml.safe_dump(raw))
         key = {"TIDEFORGE_APPROVER_KEY": str(folder / "ann.pem"), "TIDEFORGE_PASSPHRASE": PASSPHRASE}
@@ -251,3 +254,46 @@ def events(folder: Path, name: str) -> list[dict[str, Any]]:
 @pytest.fixture(name="events")
 def _events() -> Callable[[Path, str], list[dict[str, Any]]]:
     return events
+
+
+BROWSER = ("chromium", "chromedriver")
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --disable-dev-shm-usage --window-size=1400,1500"
+)
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Any]:
+    """A headless Chromium with an empty profile. Skips where it is absent; TIDEFORGE_REQUIRE_BROWSER=1 fails instead."""
+    missing = [name for name in BROWSER if shutil.which(name) is None]
+    if missing:
+        reason = f"{' and '.join(missing)} not on PATH: apt-get install chromium chromium-driver"
+        if os.environ.get("TIDEFORGE_REQUIRE_BROWSER") == "1":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(shutil.which("chromium"))
+    for flag in (*FLAGS.split(), f"--user-data-dir={tmp_path / 'profile'}"):
+        options.add_argument(flag)
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+    try:
+        driver.set_page_load_timeout(60)
+        yield driver
+    finally:
+        driver.quit()
+
+
+@pytest.fixture
+def screenshot(browser: Any) -> Callable[[str], None]:
+    """Saves what the browser shows, where TIDEFORGE_SCREENSHOTS names a folder."""
+    folder = os.environ.get("TIDEFORGE_SCREENSHOTS")
+
+    def save(name: str) -> None:
+        if folder:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            assert browser.save_screenshot(str(Path(folder) / name))
+
+    return save
