@@ -1,0 +1,273 @@
+"""Bad input at the command line: one line that names the thing and the remedy, exit code 2, nothing half-written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from tideforge.data.logs import sample_path
+from tideforge.flows.cli import main
+
+SAMPLE = "sample:azure_conv_2023"
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tideforge.engine.doubles import tiny_llama
+
+    return tiny_llama(tmp_path_factory.mktemp("bad") / "model")
+
+
+@pytest.fixture
+def endpoint_file(tmp_path: Path, model: Path) -> Callable[..., Path]:
+    """Writes a good endpoint file with the given fields changed."""
+
+    def write(**changed: Any) -> Path:
+        raw = {
+            "name": "tiny",
+            "model": str(model),
+            "launch": f"tideforge serve --model {model}",
+            "hardware": {"name": "cpu"},
+            "traffic": {"logs": [SAMPLE]},
+            "state": str(tmp_path / "s"),
+        }
+        path = tmp_path / "e.yaml"
+        path.write_text(yaml.safe_dump({**raw, **changed}))
+        return path
+
+    return write
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line that the command ends with."""
+    with pytest.raises(SystemExit) as stopped:
+        main(list(words))
+    out, err = capsys.readouterr()
+    assert stopped.value.code == 2 and out == "", (out, err)
+    assert err.count("\n") == 1 and err.startswith("tideforge: ") and "; " in err, err
+    return err
+
+
+def files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+# --- traffic logs
+
+
+def missing(path: Path) -> str:
+    return "no traffic log there"
+
+
+def empty(path: Path) -> str:
+    path.write_bytes(b"")
+    return "is empty"
+
+
+def without_rows(path: Path) -> str:
+    pq.write_table(pq.read_table(sample_path("azure_conv_2023")).slice(0, 0), path)
+    return "has no rows"
+
+
+def truncated(path: Path) -> str:
+    raw = sample_path("azure_conv_2023").read_bytes()
+    path.write_bytes(raw[: len(raw) // 2])
+    return "is truncated or damaged"
+
+
+def wrongly_typed(path: Path) -> str:
+    table = pq.read_table(sample_path("azure_conv_2023")).slice(0, 100)
+    at = table.schema.get_field_index("prompt_tokens")
+    pq.write_table(table.set_column(at, "prompt_tokens", table["prompt_tokens"].cast(pa.string())), path)
+    return "prompt_tokens: has type string; write it as int64"
+
+
+def without_a_column(path: Path) -> str:
+    pq.write_table(pq.read_table(sample_path("azure_conv_2023")).drop_columns(["arrival"]), path)
+    return "arrival: the column is missing"
+
+
+LOGS = [missing, empty, without_rows, truncated, wrongly_typed, without_a_column]
+
+
+@pytest.mark.parametrize("make", LOGS, ids=[make.__name__ for make in LOGS])
+def test_a_bad_traffic_log_is_named(
+    tmp_path: Path, endpoint_file: Callable[..., Path], capsys: pytest.CaptureFixture[str], make: Callable[[Path], str]
+) -> None:
+    log, out = tmp_path / "log.parquet", tmp_path / "out"
+    problem = make(log)
+    there = files(tmp_path)
+    for words in (["ingest", str(log), "--out", str(out)], ["profile", str(log)]):
+        assert all(part in refused(capsys, *words) for part in (str(log), problem))
+    assert files(tmp_path) == there
+    file = endpoint_file(traffic={"logs": [str(log)]})
+    error = refused(capsys, "node", "ingest", "--endpoint", str(file), "--run", "n1")
+    assert str(log) in error and problem in error
+    left = {path.split("-")[0] for path in files(tmp_path / "s" / "runs" / "n1")}
+    assert left <= {"run.json", "endpoint"}, left
+
+
+# --- endpoint files
+
+
+def field(**changed: Any) -> Callable[[Callable[..., Path]], Path]:
+    return lambda write: write(**changed)
+
+
+def absent(write: Callable[..., Path]) -> Path:
+    path = write()
+    path.unlink()
+    return path
+
+
+def not_yaml(write: Callable[..., Path]) -> Path:
+    path = write()
+    path.write_text("name: [tiny")
+    return path
+
+
+ENDPOINTS: dict[str, tuple[Callable[[Callable[..., Path]], Path], str]] = {
+    "missing file": (absent, "e.yaml: does not exist"),
+    "not YAML": (not_yaml, "e.yaml: cannot be read"),
+    "unknown field": (field(speed="high"), "e.yaml: speed: Extra inputs are not permitted; mend the field speed"),
+    "wrong type": (field(budget={"search_s": "long"}), "budget.search_s"),
+    "unknown hardware": (field(hardware={"name": "h20o-sxm"}), "h20o-sxm"),
+    "open quote": (field(launch="tideforge serve --model 'm"), "cannot be split"),
+    "unknown server": (field(launch="make me fast"), "is of no known server"),
+    "bad number": (field(launch="tideforge serve --model m --max-num-seqs many"), "--max-num-seqs"),
+    "missing model": (field(model="no/such/model"), "no/such/model"),
+    "missing forward": (field(forward="no/such/forward"), "no/such/forward"),
+    "missing log": (field(traffic={"logs": ["no/such.parquet"]}), "no/such.parquet"),
+}
+
+
+@pytest.mark.parametrize("command", ["recompile", "up"])
+@pytest.mark.parametrize(("make", "named"), ENDPOINTS.values(), ids=ENDPOINTS)
+def test_a_bad_endpoint_file_starts_nothing(
+    tmp_path: Path,
+    endpoint_file: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    make: Callable[[Callable[..., Path]], Path],
+    named: str,
+) -> None:
+    file = make(endpoint_file)
+    local = ["--local"] if command == "recompile" else []
+    assert named in refused(capsys, command, "--endpoint", str(file), *local)
+    assert not (tmp_path / "s").exists()
+
+
+def test_the_server_refuses_a_missing_model(
+    endpoint_file: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = endpoint_file(model="no/such/model")
+    assert "no/such/model" in refused(capsys, "serve", "--endpoint", str(file))
+    assert not (tmp_path / "s" / "server.json").exists()
+
+
+# --- rank
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--launch", "vllm serve Qwen3-8B", "--hardware", "h20o-sxm"], "h20o-sxm"),
+        (["--launch", "vllm serve 'Qwen3-8B", "--hardware", "h200-sxm"], "cannot be split"),
+        (["--launch", "vllm serve Qwen3-8B -tp two", "--hardware", "h200-sxm"], "two"),
+    ],
+)
+def test_rank_names_what_it_cannot_read(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert named in refused(capsys, "rank", *words)
+
+
+# --- servers
+
+
+@pytest.mark.parametrize("command", ["recompile", "watch"])
+def test_a_prefect_that_does_not_answer_is_named(
+    command: str,
+    tmp_path: Path,
+    endpoint_file: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, "PREFECT_API_URL": "http://127.0.0.1:9/api"})
+    error = refused(capsys, command, "--endpoint", str(endpoint_file()))
+    assert "Prefect at http://127.0.0.1:9/api: does not answer" in error and "tideforge up" in error
+    assert not (tmp_path / "s").exists()
+
+
+def test_an_mlflow_that_does_not_answer_is_named(
+    tmp_path: Path,
+    endpoint_file: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", {name: value for name, value in os.environ.items() if "PREFECT" not in name})
+    file = endpoint_file(tracking_uri="http://127.0.0.1:9")
+    error = refused(capsys, "recompile", "--endpoint", str(file))
+    assert "MLflow at http://127.0.0.1:9: does not answer" in error and "tracking_uri" in error
+    assert not (tmp_path / "s").exists()
+
+
+# --- a full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB. Only root can mount one."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True, text=True, timeout=30
+    )
+    if done.returncode:
+        pytest.skip(f"cannot mount a small disk: {done.stderr.strip()}; the patched write below is tested instead")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True, timeout=30)
+
+
+def test_a_full_disk_is_named_and_nothing_half_written_stays(
+    small_disk: Path, endpoint_file: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = small_disk / "out"
+    error = refused(capsys, "ingest", SAMPLE, "--out", str(out))
+    assert str(out) in error and "the disk is full" in error and "free space" in error
+    assert files(small_disk) == set()
+    state = small_disk / "s"
+    error = refused(capsys, "node", "ingest", "--endpoint", str(endpoint_file(state=str(state))), "--run", "n1")
+    assert str(state) in error and "the disk is full" in error
+    assert {path.split("-")[0] for path in files(state / "runs" / "n1")} == {"run.json", "endpoint"}
+
+
+def test_a_write_that_finds_the_disk_full(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tideforge.data.files.os.fsync", full)
+    error = refused(capsys, "ingest", SAMPLE, "--out", str(tmp_path / "out"))
+    assert "the disk is full" in error and files(tmp_path) == set()
+
+
+def test_the_installed_program_says_the_same(tmp_path: Path) -> None:
+    """Through a process of its own, as a shell sees it."""
+    command = [sys.executable, "-m", "tideforge.flows.cli", "recompile", "--endpoint", str(tmp_path / "none.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"tideforge: {tmp_path / 'none.yaml'}: does not exist; ")
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
