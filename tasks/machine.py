@@ -6,9 +6,11 @@ import os
 from pathlib import Path
 
 from tideforge.costmodel import hardware, launch
-from tideforge.engine.config import Limits, Settings
+from tideforge.data.logs import find_logs
+from tideforge.engine.config import Limits, ModelConfig, Settings
 from tideforge.errors import UserError
 from tideforge.tasks.endpoint import Endpoint
+from tideforge.tasks.incumbent import first_forward
 
 
 def worker_cpus() -> tuple[int, ...]:
@@ -37,6 +39,17 @@ def device_for(endpoint: Endpoint) -> str:
             "hardware.name", f"is {endpoint.hardware.name}, but no GPU is here", "run on the GPU's machine or name cpu"
         )
     return "cuda"
+
+
+def check_endpoint(endpoint: Endpoint) -> None:
+    """Raises the UserError that a server or a night would end with later, before anything is started or written."""
+    hardware.get(endpoint.hardware.name)
+    ModelConfig.load(endpoint.model)
+    folder = first_forward(endpoint)
+    if not (folder / "forward.py").is_file():
+        raise UserError(str(folder), "holds no forward.py", "mend the field forward")
+    find_logs(endpoint.traffic.logs)
+    settings_for(endpoint)
 
 
 def settings_for(endpoint: Endpoint) -> Settings:

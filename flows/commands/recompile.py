@@ -38,6 +38,7 @@ def recompile(endpoint_file: Path, run_id: str | None, reason: str, local: bool)
     tideforge recompile --endpoint my.yaml --local --run 20261130-020000-1f2e
     """
     from tideforge.tasks.endpoint import Endpoint
+    from tideforge.tasks.machine import check_endpoint
 
     endpoint = Endpoint.load(endpoint_file)
     api = reachable(endpoint, local)
@@ -45,6 +46,7 @@ def recompile(endpoint_file: Path, run_id: str | None, reason: str, local: bool)
         from tideforge.tasks.night import check_mlflow
 
         check_mlflow(endpoint.tracking_uri)
+    check_endpoint(endpoint)
     if run_id is None:
         from tideforge.tasks.night import new_run_id
 

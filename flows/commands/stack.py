@@ -33,8 +33,10 @@ def up(endpoint_file: Path) -> None:
     """
     from tideforge.tasks import stack
     from tideforge.tasks.endpoint import Endpoint
+    from tideforge.tasks.machine import check_endpoint
 
     endpoint = Endpoint.load(endpoint_file)
+    check_endpoint(endpoint)
     with _spinner("starting; the first time takes a minute"):
         started = stack.up(endpoint_file, endpoint)
     show(started, endpoint.state)
