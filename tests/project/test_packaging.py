@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import venv
@@ -11,6 +13,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from tideforge.engine.lab import keeper_status
 
 ROOT = Path(__file__).parents[2]
 RANK = [
@@ -67,24 +71,18 @@ def test_the_engine_runs_with_torch_triton_numpy_and_safetensors_only(tmp_path: 
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout.splitlines()[-1]) == ["passed", "", True]
     finally:
-        subprocess.run(["pkill", "-f", f"keeper.*{tmp_path}"], check=False)
+        if status := keeper_status(tmp_path / "s"):
+            os.kill(int(status["pid"]), signal.SIGTERM)
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "-w",
-        str(folder),
-        str(ROOT),
-    ]
+    source = folder / "source"  # a build/ left in the checkout would bring files that are no longer packaged
+    unwanted = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, source, symlinks=True, ignore=unwanted)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps"]
+    pip += ["-w", str(folder), str(source)]
     subprocess.run(pip, check=True, timeout=300)
     return next(folder.glob("tideforge-*.whl"))
 
@@ -122,6 +120,6 @@ def test_a_plain_install_ranks_beside_a_users_own_tasks_and_data(wheel: Path, tm
             command, capture_output=True, text=True, timeout=100, cwd=folder, env=environment, check=False
         )
         assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout.splitlines()[-1])
+        assert json.loads(done.stdout.splitlines()[-1])["ranked"]
     torch = subprocess.run([python, "-c", "import torch"], capture_output=True, check=False, cwd=tmp_path)
     assert torch.returncode != 0, "a plain install brings no torch"
