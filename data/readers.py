@@ -113,10 +113,15 @@ def existing(path: Path) -> Path:
     return path
 
 
+def head(path: Path) -> tuple[Format, list[str]]:
+    """The format and, of text, the column names, from the file's head (Parquet: its schema). UserError when it has none."""
+    kind, names = look(path)
+    return (native(path) if kind == "parquet" else known(path, kind, names)), names
+
+
 def load(db: duckdb.DuckDBPyConnection, path: Path, digest: str) -> FileReport:
     """Appends one file to `raw`."""
-    kind, names = look(path)
-    chosen = native(path) if kind == "parquet" else known(path, kind, names)
+    chosen, names = head(path)
     before = count(db, "SELECT count(*) FROM raw")
     values = ", ".join(
         f"CAST({chosen.columns.get(name, 'NULL')} AS {SQL_TYPES[str(BY_NAME[name].type)]}) AS {name}" for name in KEPT

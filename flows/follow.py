@@ -18,12 +18,24 @@ from tideforge.tasks.night import runs_root
 from tideforge.tasks.store import Run
 
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+BUSY_S = 60.0
 NIGHTLY, HOURLY = "recompile/nightly", "watch/hourly"
+
+
+def patient(method: str, url: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    """Asks again while Prefect answers 503, for at most BUSY_S: its sqlite is locked for moments, above all just after a
+    flow run was suspended, and nothing has changed then."""
+    deadline = time.monotonic() + BUSY_S
+    while (answer := httpx.request(method, url, json=body, timeout=30)).status_code == 503:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.5)
+    return answer
 
 
 def _ask(method: str, url: str, body: dict[str, Any] | None = None) -> Any:
     try:
-        answer = httpx.request(method, url, json=body, timeout=30)
+        answer = patient(method, url, body)
         answer.raise_for_status()
     except httpx.HTTPStatusError as error:
         problem = f"answered {error.response.status_code}: {error.response.text[:200]}"

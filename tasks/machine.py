@@ -42,13 +42,19 @@ def device_for(endpoint: Endpoint) -> str:
 
 
 def check_endpoint(endpoint: Endpoint) -> None:
-    """Raises the UserError that a server or a night would end with later, before anything is started or written."""
+    """Raises the UserError that a server or a night would end with later, before anything is started or written.
+
+    Of the logs that the file names only the heads are read.
+    """
+    from tideforge.data.readers import head
+
     hardware.get(endpoint.hardware.name)
     ModelConfig.load(endpoint.model)
     folder = first_forward(endpoint)
     if not (folder / "forward.py").is_file():
         raise UserError(str(folder), "holds no forward.py", "mend the field forward")
-    find_logs(endpoint.traffic.logs)
+    for path in find_logs(endpoint.traffic.logs):
+        head(path)
     settings_for(endpoint)
 
 

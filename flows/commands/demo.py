@@ -77,8 +77,10 @@ def demo(endpoint_file: Path, approve: str, fast: bool) -> None:
     from tideforge.flows.commands.stack import show
     from tideforge.tasks import stack
     from tideforge.tasks.endpoint import Endpoint
+    from tideforge.tasks.machine import check_endpoint
 
     say = narrator()
+    check_endpoint(Endpoint.load(endpoint_file))
     steps.fresh_state(Endpoint.load(endpoint_file), say)
     file, endpoint = steps.endpoint_for(endpoint_file, fast)
     approver = steps.make_approver(endpoint, approve == "yes", say)

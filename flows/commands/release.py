@@ -279,11 +279,13 @@ def resume_by_api(api: str, flow_run: str, form: dict[str, Any]) -> bool:
     """Prefect answers a refused form with 200 and status REJECT, so the body is read."""
     import httpx
 
+    from tideforge.flows.follow import patient
+
     try:
-        seen = httpx.get(f"{api}/flow_runs/{flow_run}", timeout=30)
+        seen = patient("GET", f"{api}/flow_runs/{flow_run}")
         if seen.status_code == 404 or (seen.json().get("state") or {}).get("type") != "PAUSED":
             return False
-        answer = httpx.post(f"{api}/flow_runs/{flow_run}/resume", json={"run_input": form}, timeout=30)
+        answer = patient("POST", f"{api}/flow_runs/{flow_run}/resume", {"run_input": form})
         told = answer.json()
     except (httpx.HTTPError, ValueError) as error:
         problem = f"does not answer ({type(error).__name__})"

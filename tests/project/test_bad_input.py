@@ -115,6 +115,9 @@ def test_a_bad_traffic_log_is_named(
     assert str(log) in error and problem in error
     left = {path.split("-")[0] for path in files(tmp_path / "s" / "runs" / "n1")}
     assert left <= {"run.json", "endpoint"}, left
+    if make is not without_rows:  # its head is good: the night says it, in its first node
+        for command in (["recompile", "--local"], ["up"], ["demo"]):
+            assert problem in refused(capsys, *command, "--endpoint", str(file))
 
 
 # --- endpoint files
