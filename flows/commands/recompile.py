@@ -85,6 +85,13 @@ def reachable(endpoint: Endpoint, local: bool = False) -> str | None:
 
 
 def _here(endpoint_file: Path, run_id: str, reason: str) -> None:
+    from tideforge.errors import UserError
+
+    home = Path(os.environ["PREFECT_HOME"])
+    try:
+        home.mkdir(parents=True, exist_ok=True)  # Prefect makes no parents, and then waits for its server for ever
+    except OSError as error:
+        raise UserError(str(home), f"cannot be made ({error.strerror})", "mend the endpoint's `state`") from None
     from tideforge.flows.recompile import recompile as night
 
     result = night(str(endpoint_file), run_id, reason, "wait")
