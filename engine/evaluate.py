@@ -234,7 +234,7 @@ class Bench:
         spent.check_s = time.perf_counter() - begin
         begin = time.perf_counter()
         with self.lab.clock():
-            blocks, pairs = self._time(candidate)
+            blocks, pairs = self._timed(forward, worker, candidate)
         spent.clock_s = time.perf_counter() - begin
         begin = time.perf_counter()
         answers = [answer for _, block in blocks for answer in block.answers]
@@ -250,6 +250,18 @@ class Bench:
         block = measure.run_block(candidate.core, candidate.forward, shapes, prompts[:WARM_REQUESTS], WARM_REQUESTS)
         check.require_finite(arena.logits(len(shapes)))
         check.require_right(self.reference, block.answers, self.layers, self.bounds.logit_gap)
+
+    def _timed(
+        self, forward: Forward, worker: RemoteExecutor, candidate: measure.Side
+    ) -> tuple[list[tuple[measure.Block, measure.Block]], list[tuple[float, float]]]:
+        """Once more from the start when the incumbent's worker died meanwhile: the candidate is not to blame for that."""
+        try:
+            return self._time(candidate)
+        except CandidateError as error:
+            if self.incumbent_worker.alive or not worker.alive:
+                raise
+            log_event(self.config.night, "incumbent_died", worker=self.incumbent_worker.pid, message=error.message)
+            return self._time(measure.Side.of(forward.id, new_core(self.settings), worker))
 
     def _time(
         self, candidate: measure.Side
