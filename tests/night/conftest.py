@@ -123,11 +123,11 @@ class Place:
 
     def started(self, *words: str) -> subprocess.Popen[str]:
         """The same in a process group of its own, running on."""
-        log = (self.file.parent / "cli.log").open("a")
-        return subprocess.Popen(
-            [*CLI, *words, "--endpoint", str(self.file)],
-            stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
-        )  # fmt: skip
+        with (self.file.parent / "cli.log").open("a") as log:
+            return subprocess.Popen(
+                [*CLI, *words, "--endpoint", str(self.file)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True, start_new_session=True,
+            )  # fmt: skip
 
     def trials(self, run_id: str) -> dict[str, Trial]:
         """What the archive on disk says, by id."""
@@ -183,7 +183,7 @@ class Deployment:
     def state_of(self, flow_run: str) -> str:
         return str(follow.state_of(self.api, flow_run)["type"])
 
-    def waits(self, flow_run: str, timeout_s: float = 180) -> None:
+    def waits(self, flow_run: str, timeout_s: float = 300) -> None:
         """Until the flow run is suspended and its process is gone."""
         state = follow.follow(
             self.api, flow_run, self.place.endpoint, lambda line: None, (*follow.FINAL, "PAUSED"), timeout_s
@@ -197,7 +197,7 @@ class Deployment:
         self.waits(flow_run)
         return flow_run
 
-    def ends(self, flow_run: str, timeout_s: float = 180) -> None:
+    def ends(self, flow_run: str, timeout_s: float = 300) -> None:
         state = follow.follow(self.api, flow_run, self.place.endpoint, lambda line: None, timeout_s=timeout_s)
         assert state["type"] == "COMPLETED", f"{state}: {self.tail()}"
 
