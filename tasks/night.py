@@ -32,7 +32,7 @@ def open_night(endpoint: Endpoint, run_id: str | None, reason: str, flow_run: st
     root = runs_root(endpoint)
     if run_id is None:
         run_id = _begun_by(root, flow_run) or new_run_id()
-    run = Run(root / run_id) if (root / run_id).is_dir() else Run.create(root, run_id)
+    run = Run(root / checked(run_id)) if (root / checked(run_id)).is_dir() else Run.create(root, run_id)
     known = run.manifest("run")
     if known is not None and flow_run and known.extra.get("flow_run") != flow_run:
         run.finish("run", known.inputs, known.outputs, {**known.extra, "flow_run": flow_run}, known.started)

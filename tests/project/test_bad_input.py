@@ -274,3 +274,9 @@ def test_the_installed_program_says_the_same(tmp_path: Path) -> None:
     assert done.stderr.startswith(f"tideforge: {tmp_path / 'none.yaml'}: does not exist; ")
     assert done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_id_that_leaves_the_state_folder_is_refused(tmp_path: Path, endpoint: dict[str, object]) -> None:
+    (tmp_path / "state" / "runs").mkdir(parents=True)
+    line = refused(tmp_path, "node", "ingest", "--endpoint", written(tmp_path, endpoint), "--run", "../..")
+    assert "'../..'" in line and not (tmp_path / "run.json").exists()
