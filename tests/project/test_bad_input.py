@@ -23,7 +23,8 @@ SAMPLE = "sample:azure_conv_2023"
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tideforge.engine.doubles import tiny_llama
+    from tideforge.tasks.endpoint import Endpoint
+from tideforge.engine.doubles import tiny_llama
 
     return tiny_llama(tmp_path_factory.mktemp("bad") / "model")
 
@@ -276,7 +277,11 @@ def test_the_installed_program_says_the_same(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_id_that_leaves_the_state_folder_is_refused(tmp_path: Path, endpoint: dict[str, object]) -> None:
-    (tmp_path / "state" / "runs").mkdir(parents=True)
-    line = refused(tmp_path, "node", "ingest", "--endpoint", written(tmp_path, endpoint), "--run", "../..")
-    assert "'../..'" in line and not (tmp_path / "run.json").exists()
+def test_a_run_id_that_leaves_the_state_folder_is_refused(
+    tmp_path: Path, endpoint_file: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = endpoint_file()
+    (Endpoint.load(path).state / "runs").mkdir(parents=True)
+    before = files(tmp_path)
+    assert "'../..'" in refused(capsys, "node", "ingest", "--endpoint", str(path), "--run", "../..")
+    assert files(tmp_path) == before
