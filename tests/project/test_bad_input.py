@@ -17,14 +17,14 @@ import yaml
 
 from tideforge.data.logs import sample_path
 from tideforge.flows.cli import main
+from tideforge.tasks.endpoint import Endpoint
 
 SAMPLE = "sample:azure_conv_2023"
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tideforge.tasks.endpoint import Endpoint
-from tideforge.engine.doubles import tiny_llama
+    from tideforge.engine.doubles import tiny_llama
 
     return tiny_llama(tmp_path_factory.mktemp("bad") / "model")
 
