@@ -11,7 +11,7 @@ from pathlib import Path
 from tideforge.data.files import sha256_bytes
 from tideforge.errors import UserError
 from tideforge.tasks.endpoint import Endpoint
-from tideforge.tasks.store import Run
+from tideforge.tasks.store import Run, checked
 
 
 def runs_root(endpoint: Endpoint) -> Path:

@@ -37,19 +37,21 @@ LLAMA = Path(tideforge.engine.__file__).parent / "models" / "llama"
 
 # An agent of the kind `command`: it takes most of the incumbent's needless work away, which no machine can miss.
 GAINER = """
-import os, re, subprocess, sys
+import json, os, re, subprocess, sys
 from pathlib import Path
 
 source = Path(os.environ["TIDEFORGE_INCUMBENT"])
-target = Path("candidate")
-target.mkdir(exist_ok=True)
-for file in source.iterdir():
-    text = file.read_text()
-    if file.name == "forward.py":
-        text = re.sub(r"NEEDLESS = (\\d+)", lambda found: f"NEEDLESS = {int(found[1]) // 5}", text)
-    (target / file.name).write_text(text)
 ask = [sys.executable, "-m", "tideforge.tasks.search.ask"]
-print(subprocess.run([*ask, "submit", str(target)], capture_output=True, text=True, check=True).stdout)
+for share in (2, 5):
+    target = Path(f"candidate-{share}")
+    target.mkdir(exist_ok=True)
+    for file in source.iterdir():
+        text = file.read_text()
+        if file.name == "forward.py":
+            text = re.sub(r"NEEDLESS = (\\d+)", lambda found: f"NEEDLESS = {int(found[1]) // share}", text)
+        (target / file.name).write_text(text)
+    trial = json.loads(subprocess.run([*ask, "submit", str(target)], capture_output=True, text=True, check=True).stdout)["trial"]
+    subprocess.run([*ask, "wait", trial, "--seconds", "10"], capture_output=True, check=True)
 """
 
 
