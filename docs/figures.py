@@ -54,7 +54,7 @@ def table() -> str:
         ("service starts, weight loads", f"{f['service_starts']}, {f['weight_loads']}"),
         ("engine idle while candidates waited", f"{f['idle_s_while_queued']:.2f} s"),
         ("the incumbent's one-user decode beside transformers'", _beside(f)),
-        ("whole night", f"{f['wall_s'] / 60:.1f} minutes"),
+        ("whole night, from the start of the run to the report (servers start before)", f"{f['wall_s'] / 60:.1f} minutes"),
     ]  # fmt: skip
     head = (
         f"`make demo APPROVE=yes` on {record['cores']} cores of {record['cpu']}, {record['time'][:10]}, commit "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from tideforge.engine import protocol
-from tideforge.errors import CandidateError, PeerGone, PeerTimeout
+from tideforge.errors import CandidateError, PeerGone, PeerTimeout, ProtocolError
 
 if TYPE_CHECKING:
     from tideforge.engine.memory import Arena
@@ -23,6 +23,9 @@ ARRAYS = (
     "input_ids", "positions", "slot_mapping", "block_tables", "seq_lens", "query_start_loc", "logits_indices",
     "temperatures", "top_ps", "seeds", "sample_positions",
 )  # fmt: skip
+ANSWERS = {"attach": "ready", "stage": "staged", "step": "tokens"}
+# What a worker may say of its own forward; everything else is observed by the authority.
+CLAIMABLE = frozenset({"syntax_error", "import_error", "build_error", "forward_error", "out_of_memory"})
 SCALARS = ("num_decodes", "num_prefills", "max_query_len", "max_seq_len")
 
 
@@ -70,7 +73,7 @@ class RemoteExecutor:
         answer = self._ask(
             {"type": "stage", "folder": str(folder), "layers": [layers.start, layers.stop]}, {}, timeout_s
         )
-        return float(answer.header["seconds"])
+        return float(answer.header.get("seconds", 0.0))
 
     def execute(self, step: Step) -> list[int]:
         answer = self._ask({"type": "step", **step_scalars(step)}, step_arrays(step), self.step_timeout_s)
@@ -94,8 +97,19 @@ class RemoteExecutor:
             raise CandidateError("hung", f"no answer to {what} within {timeout_s:g} s; killed") from None
         except PeerGone:
             raise self._death() from None
+        except ProtocolError as error:  # a candidate can write to its worker's socket
+            self.kill()
+            raise CandidateError(
+                "forward_error", f"the worker's answer to {what} is malformed ({error}); killed"
+            ) from None
         if answer.type == "failed":
-            raise CandidateError(str(answer.header["outcome"]), str(answer.header["message"]))
+            outcome = str(answer.header.get("outcome"))
+            if outcome not in CLAIMABLE:
+                outcome = "forward_error"
+            raise CandidateError(outcome, str(answer.header.get("message", ""))[:500])
+        if answer.type != ANSWERS[what]:
+            self.kill()
+            raise CandidateError("forward_error", f"the worker answered {what} with {answer.type!r:.40}; killed")
         return answer
 
     def _death(self) -> CandidateError:

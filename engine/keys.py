@@ -14,7 +14,7 @@ from typing import Any
 from tideforge.errors import MissingExtra, UserError
 
 Trusted = Mapping[str, tuple[str, bytes]]  # key id -> (approver's name, raw public key of 32 bytes)
-CREATE = "run `tideforge approver --create-key`"
+CREATE = "run `tideforge approver --create-key --name YOU`"
 
 
 def crypto() -> tuple[Any, Any, Any]:

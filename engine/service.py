@@ -139,8 +139,9 @@ class Service:
     def _wait(self, name: str, timeout_s: float) -> Trial:
         """The trial when it is done, or as it is after min(timeout_s, WAIT_SLICE_S) seconds."""
         deadline = time.monotonic() + min(timeout_s, WAIT_SLICE_S)
-        trial = self._trial(name)
+        self._trial(name)
         with self.changed:
+            trial = self.archive.trials[name]
             while not trial.done and (left := deadline - time.monotonic()) > 0:
                 self.changed.wait(left)
                 trial = self.archive.trials[name]

@@ -27,7 +27,7 @@ def write_form(night: Night, endpoint: Endpoint, release: Release, diff_path: Pa
         f"**Diff** `{diff_path}`" + _tracked(night),
         "### Verdict\n" + "\n".join(_gates(verdict)),
         "### What changes\n" + "\n".join(_changes(night, endpoint, release)),
-        "### Look at\n" + "\n".join(_flags(verdict, endpoint)),
+        "### Look at\n" + "\n".join(_flags(endpoint)),
         f"**Expires** {expires:%Y-%m-%d %H:%M} UTC. Run `tideforge code {release.run}` where your key lies and paste "
         f"what it prints into *code*, or run `tideforge approve {release.run}` there. {release.go_back}.",
     ]
@@ -80,17 +80,10 @@ def _changes(night: Night, endpoint: Endpoint, release: Release) -> Iterable[str
     yield "- environment " + ", ".join(f"{name} {value}" for name, value in release.environment)
 
 
-def _flags(verdict: Mapping[str, Any], endpoint: Endpoint) -> Iterable[str]:
+def _flags(endpoint: Endpoint) -> Iterable[str]:
     if endpoint.allow_imports:
         yield f"- 🔴 **allow_imports: {', '.join(endpoint.allow_imports)}**: this source may import more than torch"
-    if endpoint.sandbox == "require":
-        yield "- sandbox required while it was measured"
-    else:
-        yield f"- 🔴 **sandbox: {endpoint.sandbox}**: candidates may have run as plain processes"
-    for flag in verdict.get("flags", []):
-        yield f"- 🟠 static flag: {flag}"
-    if not verdict.get("flags"):
-        yield "- static rules raised no flag"
+    yield f"- 🔴 candidates ran as plain processes; **sandbox: {endpoint.sandbox}** is about the agents' own tools"
 
 
 def diff(run: Run, release: Release) -> str:

@@ -96,7 +96,9 @@ def ship(run: Run, endpoint: Endpoint, moved: Callable[..., object] | None = Non
         load = Load.of(workload, live.model_name(live.server_url(state_of(run))))
         record = _ship_and_measure(run, release, code, why, load)
     except Refused as refusal:
-        extra: dict[str, Any] = {"shipped": None, "problem": str(refusal), "failed_requests": 0}
+        extra: dict[str, Any] = {"shipped": _serves(run), "problem": str(refusal), "failed_requests": 0}
+        if extra["shipped"]:  # refused after the server had taken it: what failed is the measuring
+            (moved or _champion())(endpoint, "ship", extra["shipped"], run)
         return run.finish("ship", inputs, {}, extra, started)
     (moved or _champion())(endpoint, "ship", release.forward, run)
     extra = {
@@ -110,6 +112,16 @@ def ship(run: Run, endpoint: Endpoint, moved: Callable[..., object] | None = Non
         "checked_streams": sum(len(flip.streams) for flip in record.flips),
     }
     return run.finish("ship", inputs, {"live": run.write_json("live", record.to_json())}, extra, started)
+
+
+def _serves(run: Run) -> str | None:
+    """The forward of this run's release when the server has accepted it, whatever happened afterwards."""
+    if run.manifest("approval") is None or run.manifest("release") is None:
+        return None
+    state = state_of(run)
+    mine = run.manifest("release")
+    record = run.read_json(mine, "record") if mine is not None and "record" in mine.outputs else None
+    return str(record["forward"]) if record and shipped_already(state, str(record["nonce"])) else None
 
 
 def _champion() -> Callable[..., object]:

@@ -49,10 +49,10 @@ def node(name: str, endpoint_file: Path, run_id: str, again: bool, as_json: bool
     tideforge node verify --endpoint my.yaml --run 20261130-020000-1f2e --again
     """
     from tideforge.tasks.endpoint import Endpoint
-    from tideforge.tasks.night import open_night
+    from tideforge.tasks.night import find_run, open_night
 
     endpoint = Endpoint.load(endpoint_file)
-    run = open_night(endpoint, run_id, "by hand")
+    run = open_night(endpoint, run_id, "by hand") if name == "ingest" else find_run(run_id, endpoint)
     module, function, manifest_name = NODES[name]
     stored = run.folder / f"{manifest_name}.json"
     if again and stored.exists():

@@ -14,6 +14,7 @@ from tideforge.errors import TideforgeError
 from tideforge.tasks.verify.probe import POISON, Probe, Recorder, drain
 
 Gate = Callable[[Probe], dict[str, Any]]
+LONGEST = 1024  # tokens of context that a gate can afford on a CPU
 
 
 class Caught(TideforgeError):
@@ -69,22 +70,38 @@ def canary_pages(probe: Probe) -> dict[str, Any]:
 
 
 def block_reuse(probe: Probe) -> dict[str, Any]:
-    """Blocks freed, given out again, shared as prefixes, evicted, and taken back in mid-flight: stale K and V never show."""
+    """Blocks freed, given out again, shared as prefixes, evicted, and taken back in mid-flight: stale K and V never show.
+
+    The pool is so small that two requests fill it and each needs one block more to finish: one of them is preempted.
+    """
     size = probe.arena.layout.block_size
-    shared, *tails = probe.spans([2 * size, 5, 9, 13, 3, 11])
-    prompts = {f"r{i}": shared + tail if i % 2 else tail + shared for i, tail in enumerate(tails)}
-    longest = max(len(prompt) for prompt in prompts.values()) + 4
+    shared, *tails = probe.spans([2 * size, *[size - 2] * 2, *[3 * size - 2] * 3])
+    prompts = {f"r{i}": shared + tail if i < 2 else tail for i, tail in enumerate(tails)}
     recorder = Recorder(probe.worker, probe.arena)
-    core = probe.core(recorder, num_blocks=2 + 2 * -(-longest // size), prefix_cache=True)
-    aborted = probe.request("aborted", probe.spans([2 * size])[0], 8)
-    core.add(aborted)
+    core = probe.core(recorder, num_blocks=8, prefix_cache=True)
+    core.add(probe.request("aborted", probe.spans([2 * size])[0], 8))
     core.step()
     core.abort("aborted")
-    chains = drain(core, [probe.request(name, prompt, 4) for name, prompt in prompts.items()], len(prompts))
+    order = ["r2", "r3", "r4", "r0", "r1"]  # the first two fill the pool, the last two share a prefix
+    chains = drain(core, [probe.request(name, prompts[name], 4) for name in order], len(order))
     again = {f"{name}-again": prompt for name, prompt in prompts.items()}
     chains |= drain(core, [probe.request(name, prompt, 4) for name, prompt in again.items()], 2)
     gap = _require_right(probe, chains, prompts | again)
+    if core.scheduler.num_preemptions == 0:
+        raise RuntimeError("the gate preempted nothing, so it has checked nothing of that")
     return {"worst_gap": gap, "bound": probe.bounds.logit_gap, "preemptions": core.scheduler.num_preemptions}
+
+
+def long_context(probe: Probe) -> dict[str, Any]:
+    """Answers after a prompt as long as pages, limits and text allow (at most LONGEST), computed in chunks."""
+    layout = probe.arena.layout
+    room = min((layout.num_blocks - 1) * layout.block_size, probe.limits.max_model_len, len(probe.text) // 2, LONGEST)
+    prompts = dict(zip(("half", "long"), probe.spans([room // 2, room - 8]), strict=True))
+    chains: dict[str, list[int]] = {}
+    for name, prompt in prompts.items():
+        recorder = Recorder(probe.worker, probe.arena)
+        chains |= drain(probe.core(recorder), [probe.request(name, prompt, 6)], 1)
+    return {"worst_gap": _require_right(probe, chains, prompts), "context": room, "bound": probe.bounds.logit_gap}
 
 
 def written_kv(probe: Probe) -> dict[str, Any]:
@@ -171,6 +188,7 @@ GATES: dict[str, Gate] = {
     "interleaved_against_serial": interleaved_against_serial,
     "canary_pages": canary_pages,
     "block_reuse": block_reuse,
+    "long_context": long_context,
     "written_kv": written_kv,
     "quality": quality,
     "determinism": determinism,
