@@ -45,5 +45,6 @@ lint: setup
 test: lint
 	$(PY) -m pytest -m "not slow"
 
+# Whole systems on a shared machine: what failed is tried once more, alone, and both runs are printed.
 test-all: test
-	$(PY) -m pytest -m slow --timeout 900
+	$(PY) -m pytest -m slow --timeout 900 || $(PY) -m pytest -m slow --timeout 900 --last-failed --last-failed-no-failures none

@@ -115,13 +115,12 @@ def ship(run: Run, endpoint: Endpoint, moved: Callable[..., object] | None = Non
 
 
 def _serves(run: Run) -> str | None:
-    """The forward of this run's release when the server has accepted it, whatever happened afterwards."""
-    if run.manifest("approval") is None or run.manifest("release") is None:
+    """The forward that the server has accepted from this run and that it serves, whatever happened afterwards."""
+    mine = [entry["record"]["forward"] for entry in releases(state_of(run)) if entry["record"]["run"] == run.id]
+    try:
+        return str(mine[-1]) if mine and live.version(state_of(run))["forward"] == mine[-1] else None
+    except UserError:  # no server answers: nobody can say that it serves
         return None
-    state = state_of(run)
-    mine = run.manifest("release")
-    record = run.read_json(mine, "record") if mine is not None and "record" in mine.outputs else None
-    return str(record["forward"]) if record and shipped_already(state, str(record["nonce"])) else None
 
 
 def _champion() -> Callable[..., object]:

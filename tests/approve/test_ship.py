@@ -145,7 +145,7 @@ def test_the_form_shows_what_is_decided(place: Any) -> None:
     release, text = read_release(run), run.path(manifest, "form").read_text()
     for shown in (release.forward, release.incumbent, "1.3100 times", "[1.2000, 1.4000]", "8 pairs", "canary_pages"):
         assert shown in text
-    assert "🔴 **allow_imports: numpy**" in text and "🔴 **sandbox: off**" in text
+    assert "🔴 **allow_imports: numpy**" in text and "**sandbox: off**" in text
     assert "announced downtime 0 s" in text and f"tideforge code {run.id}" in text
     diff = run.path(manifest, "diff")
     assert str(diff) in text and "+# night-1" in diff.read_text()
