@@ -76,23 +76,14 @@ class KilledNight:
         return workers[0], candidate, self.events(self.run.folder, "trial_start")[-1]["trial"]
 
     def end(self) -> dict[str, Any]:
-        """The report of the night once its flow has ended. A release that waits for a person is rejected."""
-        key = {
-            "TIDEFORGE_APPROVER_KEY": str(self.place.file.parent / "ann.pem"),
-            "TIDEFORGE_PASSPHRASE": "correct horse",
-        }
+        """The report of the night once its flow has ended: by itself, or at the release, which needs a server to be for."""
         assert self.flow is not None
-
-        def decided() -> bool:
-            release = self.run.manifest("release")
-            return self.flow.poll() is not None or (release is not None and bool(release.outputs))
-
-        self.eventually("a release, or the night's end", decided, 180)
-        if self.flow.poll() is None:
-            for words in (("approver", "--create-key", "--name", "Ann Other"), ("reject", ID, "--why", "a test")):
-                done = self.place.cli(*words, **key)
-                assert done.returncode == 0 or self.flow.poll() is not None, done.stderr
-        assert self.flow.wait(120) == 0, self.log()
+        code = self.flow.wait(300)
+        if self.run.manifest("verify") and code == 2 and "names no server" in self.log().splitlines()[-2]:
+            done = self.place.cli("node", "report", "--run", ID)
+            assert done.returncode == 0, done.stderr
+        else:
+            assert code == 0, self.log()
         return read_report(self.run)
 
     def trial(self, name: str) -> Trial:
