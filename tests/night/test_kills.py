@@ -79,7 +79,7 @@ class KilledNight:
         """The report of the night once its flow has ended: by itself, or at the release, which needs a server to be for."""
         assert self.flow is not None
         code = self.flow.wait(300)
-        if self.run.manifest("verify") and code == 2 and "names no server" in self.log().splitlines()[-2]:
+        if self.run.manifest("verify") and code == 2 and "server.json: names no server; start it" in self.log():
             done = self.place.cli("node", "report", "--run", ID)
             assert done.returncode == 0, done.stderr
         else:
