@@ -41,7 +41,7 @@ class Budget(Strict):
 
     search_s: float = Field(default=240, gt=0)
     trial_s: float = Field(default=60, gt=0, description="most that one trial may take")
-    verify_s: float = Field(default=180, gt=0)
+    verify_s: float = Field(default=180, gt=0, description="planned; verification is not cut short by it")
     search_pairs: int = Field(default=2, ge=2)
     held_out_pairs: int = Field(default=8, ge=2)
     dollars: float = Field(default=5.0, ge=0, description="most that llm agents may spend a night")

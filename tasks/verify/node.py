@@ -1,6 +1,6 @@
 """The node: one finalist, chosen on the search part, against held-out requests in freshly started workers.
 
-Gates and timed blocks run in random order in the same workers, so that a candidate cannot tell one from the other.
+Gates and timed blocks run in random order in the same workers. A candidate can still tell them apart by their batch sizes.
 """
 
 from __future__ import annotations
