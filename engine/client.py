@@ -1,4 +1,7 @@
-"""The engine's seam as seen from agents and tasks: submit, trial, incumbent, source, queue. One Unix socket, nothing else."""
+"""The engine's seam as seen from agents and tasks: submit, trial, incumbent, source, queue. One Unix socket, nothing else.
+
+Ending the queue or the service is the flow's and the operator's: a socket of its own, which no sandbox shows to an agent.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from tideforge.engine.outcome import Trial
 from tideforge.errors import PeerGone, ProtocolError, UserError
 
 CALL_TIMEOUT_S = 60.0
+SOCKET, CONTROL = Path("engine.sock"), Path("control") / "control.sock"  # in the state folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,29 +70,41 @@ class EngineClient:
         """night: the folder it works for; pid."""
         return self._call({"type": "status"})
 
+    def _call(self, request: dict[str, Any], timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
+        return call(self.path, request, self.patience_s, timeout_s)
+
+
+class EngineControl:
+    """Ends what runs. For the flow and the operator; its socket lies in a folder that only they can see."""
+
+    def __init__(self, state: Path, patience_s: float = 60.0) -> None:
+        self.path, self.patience_s = Path(state) / CONTROL, patience_s
+
     def cancel(self, message: str) -> int:
         """Ends every waiting trial (the running one goes on); how many."""
-        return int(self._call({"type": "cancel", "message": message})["count"])
+        return int(call(self.path, {"type": "cancel", "message": message}, self.patience_s)["count"])
 
     def stop(self) -> None:
         """The service ends after the running trial."""
-        self._call({"type": "stop"})
-
-    def _call(self, request: dict[str, Any], timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
-        deadline = time.monotonic() + self.patience_s
-        while True:
-            try:
-                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-                    sock.connect(str(self.path))
-                    return protocol.call(sock, request, timeout_s).header
-            except (FileNotFoundError, ConnectionRefusedError, PeerGone) as error:
-                if time.monotonic() >= deadline:
-                    raise UserError(
-                        str(self.path),
-                        "no engine answers there",
-                        "a search starts one: `tideforge recompile` or `tideforge node search`",
-                    ) from error
-                time.sleep(0.1)
+        call(self.path, {"type": "stop"}, self.patience_s)
 
 
-__all__ = ["EngineClient", "ProtocolError", "QueueState"]
+def call(path: Path, request: dict[str, Any], patience_s: float, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
+    """The service's answer. Asked again while nobody answers, for at most `patience_s`."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+                sock.connect(str(path))
+                return protocol.call(sock, request, timeout_s).header
+        except (FileNotFoundError, ConnectionRefusedError, PeerGone) as error:
+            if time.monotonic() >= deadline:
+                raise UserError(
+                    str(path),
+                    "no engine answers there",
+                    "a search starts one: `tideforge recompile` or `tideforge node search`",
+                ) from error
+            time.sleep(0.1)
+
+
+__all__ = ["EngineClient", "EngineControl", "ProtocolError", "QueueState"]

@@ -13,11 +13,13 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tideforge.engine import protocol
 from tideforge.engine.archive import Archive, write_atomic
+from tideforge.engine.client import CONTROL, SOCKET
 from tideforge.engine.evaluate import Bench, ServiceConfig
 from tideforge.engine.events import log_event
 from tideforge.engine.forward import Forward
@@ -25,6 +27,8 @@ from tideforge.engine.outcome import Trial
 from tideforge.errors import CandidateError, PeerGone, ProtocolError
 
 WAIT_SLICE_S = 10.0
+
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Service:
@@ -40,8 +44,10 @@ class Service:
 
     def run(self) -> None:
         log_event(self.night, "service_start", waiting=len(self.archive.waiting))
-        with listen(self.config.settings.state / "engine.sock") as listener:
-            threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+        state = self.config.settings.state
+        with listen(state / SOCKET) as agents, listen(state / CONTROL) as control:
+            for listener, answer in ((agents, self.answer), (control, self.control)):
+                threading.Thread(target=self._accept, args=(listener, answer), daemon=True).start()
             with contextlib.closing(Bench(self.config)) as bench:
                 with self.changed:
                     self.bench = bench
@@ -70,23 +76,23 @@ class Service:
             self.changed.notify_all()
         log_event(self.night, "trial_end", trial=trial.id, outcome=done.outcome)
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket, answer: Answer) -> None:
         while True:
             connection, _ = listener.accept()
-            threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
+            threading.Thread(target=self._converse, args=(connection, answer), daemon=True).start()
 
-    def _converse(self, connection: socket.socket) -> None:
+    def _converse(self, connection: socket.socket, answer: Answer) -> None:
         with connection, contextlib.suppress(PeerGone):
             while True:
                 request = protocol.recv(connection).header
                 try:
-                    answer = self.answer(request)
+                    told = answer(request)
                 except (ProtocolError, CandidateError, KeyError, TypeError, ValueError) as error:
-                    answer = {"type": "error", "message": f"{type(error).__name__}: {error}"}
-                protocol.send(connection, answer)
+                    told = {"type": "error", "message": f"{type(error).__name__}: {error}"}
+                protocol.send(connection, told)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """One request of a client."""
+        """One request of an agent, or of anybody who may read."""
         kind = request.get("type")
         if kind == "submit":
             return self._submit(request)
@@ -107,6 +113,11 @@ class Service:
             return {"type": "status", "night": str(self.night), "pid": os.getpid()}
         if kind == "source":
             return {"type": "source", "files": engine_source()}
+        raise ProtocolError(f"the service does not know {kind!r}")
+
+    def control(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One request of the flow or the operator: nothing that an agent can send gets here."""
+        kind = request.get("type")
         if kind == "cancel":
             with self.changed:
                 running = self.running
@@ -119,7 +130,7 @@ class Service:
                 self.stopping = True
                 self.changed.notify_all()
             return {"type": "stopping"}
-        raise ProtocolError(f"the service does not know {kind!r}")
+        raise ProtocolError(f"the control socket does not know {kind!r}")
 
     def _submit(self, request: dict[str, Any]) -> dict[str, Any]:
         forward = Forward({str(name): str(text) for name, text in request["files"].items()})
@@ -155,6 +166,7 @@ class Service:
 
 
 def listen(path: Path) -> socket.socket:
+    path.parent.mkdir(mode=0o700, exist_ok=True)
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))

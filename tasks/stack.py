@@ -278,13 +278,13 @@ def stop_engine(state: Path) -> list[str]:
     """Ends a night's service and the keeper of this state folder. Both are found by their sockets in it."""
     import psutil
 
-    from tideforge.engine.client import EngineClient
+    from tideforge.engine.client import EngineControl
     from tideforge.engine.lab import keeper_status
     from tideforge.errors import ProtocolError
 
     ended = []
     with contextlib.suppress(UserError, ProtocolError, OSError):  # nobody answers: nothing to stop
-        EngineClient(state / "engine.sock", patience_s=0).stop()
+        EngineControl(state, patience_s=0).stop()
         ended.append("service")
     if (status := keeper_status(state)) is not None:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tideforge.data.files import write_whole
+from tideforge.engine.client import CONTROL
 from tideforge.engine.guard import die_with_parent
 from tideforge.engine.outcome import Trial
 from tideforge.errors import UserError
@@ -105,7 +106,10 @@ def environment(spec: AgentSpec) -> dict[str, str]:
 
 
 def sandboxed(spec: AgentSpec, workspace: Path, socket: Path, board: Path, sandbox: str) -> list[str]:
-    """The command that goes in front of an agent's: bubblewrap with a read-only root, or nothing."""
+    """The command that goes in front of an agent's: bubblewrap with a read-only root, or nothing.
+
+    Of the state folder's sockets an agent sees the one it is given: neither the service's control nor the keeper's.
+    """
     if spec.kind == "offline" or sandbox == "off":
         return []
     bwrap = shutil.which("bwrap")
@@ -115,6 +119,10 @@ def sandboxed(spec: AgentSpec, workspace: Path, socket: Path, board: Path, sandb
             raise UserError("bwrap", f"is not on PATH, and the endpoint requires a sandbox for {spec.name}", remedy)
         return []
     board.touch()
+    state = socket.parent
+    hidden = ["--tmpfs", str(state / CONTROL.parent)] if (state / CONTROL.parent).is_dir() else []
+    if (state / "keeper.sock").exists():  # it hands out memory that others compute with
+        hidden += ["--ro-bind", "/dev/null", str(state / "keeper.sock")]
     places = [("--bind", workspace), ("--bind", board), ("--ro-bind", socket)]
     binds = [word for option, path in places for word in (option, str(path), str(path))]
     python = [str(Path(sys.prefix)), str(Path(__file__).resolve().parents[2])]
@@ -133,7 +141,7 @@ def sandboxed(spec: AgentSpec, workspace: Path, socket: Path, board: Path, sandb
         "--tmpfs",
         "/tmp",
     ]
-    return [bwrap, *shell, *readable, *binds, "--chdir", str(workspace), "--"]
+    return [bwrap, *shell, *hidden, *readable, *binds, "--chdir", str(workspace), "--"]
 
 
 def finalist(trials: Sequence[Trial]) -> Trial | None:

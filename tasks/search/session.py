@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tideforge.data.files import sha256_file, write_whole
 from tideforge.engine.archive import read_trials
-from tideforge.engine.client import EngineClient
+from tideforge.engine.client import SOCKET, EngineClient, EngineControl
 from tideforge.engine.evaluate import ServiceConfig
 from tideforge.engine.events import read_events
 from tideforge.engine.guard import start_detached
@@ -49,7 +49,7 @@ def search_inputs(run: Run, endpoint: Endpoint) -> dict[str, str]:
 def open_search(run: Run, endpoint: Endpoint) -> Session:
     """Starts the engine, or finds the one that runs for this night. What a killed flow had spent of the budget stays spent."""
     config_path = run.folder / "service.json"
-    client = EngineClient(endpoint.state.resolve() / "engine.sock", patience_s=120)
+    client = EngineClient(endpoint.state.resolve() / SOCKET, patience_s=120)
     deadline = time.time() + max(0.0, endpoint.budget.search_s - _spent_s(run))
     _config(run, endpoint, deadline).write(config_path)
     if not _serves(client, run):
@@ -127,11 +127,12 @@ def close_search(run: Run, endpoint: Endpoint, reports: Sequence[AgentReport]) -
     inputs = search_inputs(run, endpoint)
     if (done := run.done("search", inputs)) is not None:
         return done
-    client = EngineClient(endpoint.state.resolve() / "engine.sock", patience_s=60)
-    client.cancel("the search ended before this candidate's turn")
+    state = endpoint.state.resolve()
+    client, control = EngineClient(state / SOCKET, patience_s=60), EngineControl(state, patience_s=60)
+    control.cancel("the search ended before this candidate's turn")
     while client.queue().running is not None:
         time.sleep(0.2)
-    client.stop()
+    control.stop()
     trials = read_trials(run.folder)
     best = finalist(trials)
     started = sessions(run)[0]["time"]

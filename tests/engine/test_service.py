@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from tideforge.data.workload import RequestShape, Workload
-from tideforge.engine.client import EngineClient
+from tideforge.engine.client import CONTROL, EngineClient, EngineControl, call
 from tideforge.engine.config import Settings
 from tideforge.engine.evaluate import ServiceConfig
 from tideforge.engine.events import read_events
 from tideforge.engine.forward import Forward
 from tideforge.engine.guard import start_detached
 from tideforge.engine.outcome import Outcome
-from tideforge.errors import UserError
+from tideforge.errors import ProtocolError, UserError
 
 LLAMA = Path(__file__).parents[2] / "engine" / "models" / "llama"
 
@@ -45,7 +45,7 @@ def night(tiny, tmp_path, end_keeper):
     start_detached(command, tmp_path / "service.log")
     client = EngineClient(state / "engine.sock", patience_s=60)
     yield client, tmp_path
-    client.stop()
+    EngineControl(state).stop()
 
 
 def variant(client: EngineClient, text: str) -> Forward:
@@ -105,6 +105,19 @@ def test_a_killed_measuring_worker_costs_no_trial(night):
     trial = client.wait(client.submit(variant(client, "\n# 2\n")), 60)
     assert trial.outcome is Outcome.PASSED, trial.message
     assert all(one.outcome is Outcome.PASSED for one in client.trials())
+
+
+def test_an_agents_socket_ends_nothing(night):
+    client, folder = night
+    client.incumbent()
+    for request in ({"type": "stop"}, {"type": "cancel", "message": "mine first"}):
+        with pytest.raises(ProtocolError, match="does not know"):
+            call(client.path, request, patience_s=0)
+    assert client.wait(client.submit(variant(client, "\n# 1\n")), 60).outcome is Outcome.PASSED
+    path = folder / "s" / CONTROL
+    assert path.parent.stat().st_mode & 0o077 == 0 and EngineControl(folder / "s").cancel("over") == 0
+    with pytest.raises(ProtocolError, match="does not know"):
+        call(path, {"type": "trials"}, patience_s=0)
 
 
 def test_nobody_there_is_one_line_with_the_remedy(tmp_path):

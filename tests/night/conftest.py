@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 import tideforge.engine
-from tideforge.engine.client import EngineClient
+from tideforge.engine.client import EngineControl
 from tideforge.engine.doubles import tiny_llama
 from tideforge.engine.forward import Forward
 from tideforge.engine.lab import keeper_status
@@ -81,7 +81,7 @@ def write_endpoint(folder: Path, **more: Any) -> Path:
         "hardware": {"name": "cpu"},
         "traffic": {"logs": ["sample:azure_conv_2023"]},
         "workload": {"users": 8, "prompt_tokens": [8, 16], "output_tokens": 8, "search_output_tokens": 4},
-        "budget": {"search_s": 15, "trial_s": 10, "verify_s": 30, "search_pairs": 2, "held_out_pairs": 4},
+        "budget": {"search_s": 15, "trial_s": 10, "verify_s": 120, "search_pairs": 2, "held_out_pairs": 4},
         "agents": [{"name": "offline-1", "seed": 1}, {"name": "offline-2", "seed": 2}],
         "state": str(folder / "s"),
         **more,
@@ -149,7 +149,7 @@ class Place:
         """Ends stack, service and keeper of this endpoint; nothing else."""
         stack.down(self.state)
         with contextlib.suppress(Exception):
-            EngineClient(self.state / "engine.sock", patience_s=0).stop()
+            EngineControl(self.state, patience_s=0).stop()
         with contextlib.suppress(Exception):
             if status := keeper_status(self.state):
                 os.kill(int(status["pid"]), signal.SIGTERM)

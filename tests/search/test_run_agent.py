@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import socket
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +17,7 @@ from typing import Any
 import pytest
 
 from tideforge.engine import protocol
+from tideforge.engine.client import CONTROL, SOCKET
 from tideforge.engine.outcome import Figures, Outcome, Trial
 from tideforge.errors import PeerGone, UserError
 from tideforge.tasks.endpoint import AgentSpec
@@ -174,6 +179,57 @@ def test_a_sandbox_gives_write_access_to_workspace_and_board_only(
     writable = [words[i + 1] for i, word in enumerate(words) if word == "--bind"]
     assert writable == [str(tmp_path / "w"), str(tmp_path / "b")]
     assert words[words.index("/") - 1] == "--ro-bind" and "--unshare-all" in words
+
+
+def listening(path: Path) -> socket.socket:
+    path.parent.mkdir(exist_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    listener.listen()
+    return listener
+
+
+def test_a_sandbox_hides_what_ends_the_engine_and_what_hands_out_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = tmp_path / "bwrap"
+    fake.write_text("#!/bin/sh\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    control, keeper = tmp_path / "s" / CONTROL.parent, tmp_path / "s" / "keeper.sock"
+    places = (tmp_path / "w", tmp_path / "s" / SOCKET, tmp_path / "b")
+    assert not {str(control), str(keeper)} & set(sandboxed(command("x"), *places, "require"))
+    control.mkdir(parents=True)
+    keeper.touch()
+    words = sandboxed(command("x"), *places, "require")
+    assert words[words.index(str(control)) - 1] == "--tmpfs" and words[words.index(str(keeper)) - 1] == "/dev/null"
+    assert words.index("/") < words.index(str(control)), "hidden after the root is shown"
+
+
+KNOCKS = """
+import pathlib, socket, sys
+for path in sys.argv[1:]:
+    with socket.socket(socket.AF_UNIX) as sock:
+        try:
+            sock.connect(path)
+            print("open")
+        except OSError as error:
+            print("shut")
+"""
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+def test_in_a_real_sandbox_only_the_agents_socket_answers() -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder, contextlib.ExitStack() as stack:  # /tmp is empty inside
+        state, work = Path(folder) / "s", Path(folder) / "w"
+        paths = [state / SOCKET, state / CONTROL, state / "keeper.sock"]
+        work.mkdir()
+        for path in paths:
+            stack.enter_context(listening(path))
+        prefix = sandboxed(command("x"), work, paths[0], Path(folder) / "b", "require")
+        knock = [*prefix, sys.executable, "-c", KNOCKS, *map(str, paths)]
+        done = subprocess.run(knock, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split() == ["open", "shut", "shut"], done.stderr
 
 
 def test_agents_see_neither_the_flow_nor_others_keys(monkeypatch: pytest.MonkeyPatch) -> None:
