@@ -40,10 +40,15 @@ class Budget(Strict):
     """Seconds of wall time a stage may take; pairs of A/B blocks a measurement takes."""
 
     search_s: float = Field(default=240, gt=0)
-    trial_s: float = Field(default=60, gt=0, description="most that one trial may take")
-    verify_s: float = Field(default=180, gt=0, description="planned; verification is not cut short by it")
+    trial_s: float = Field(
+        default=60, gt=0, description="staging ends here (or at 30 s), and no timed pass begins later"
+    )
+    verify_s: float = Field(default=900, gt=0, description="most that gates and held-out pairs may take together")
     search_pairs: int = Field(default=2, ge=2)
-    held_out_pairs: int = Field(default=8, ge=2)
+    held_out_pairs: int = Field(default=8, ge=2, description="planned")
+    least_held_out_pairs: int = Field(
+        default=4, ge=2, description="fewest that a verdict may rest on when verify_s is over"
+    )
     dollars: float = Field(default=5.0, ge=0, description="most that llm agents may spend a night")
     tokens: int = Field(default=2_000_000, ge=0)
 

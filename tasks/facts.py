@@ -109,3 +109,16 @@ def forward_folder(run: Run, forward: str) -> Path | None:
     """Where the files of a forward lie: the run's own archive first, then the endpoint's."""
     roots = (run.folder / "forwards", run.folder / "engine" / "forwards", run.folder.parent.parent / "forwards")
     return next((root / forward for root in roots if forward and (root / forward).is_dir()), None)
+
+
+def failed_gates(verdict: Mapping[str, Any] | None) -> list[str]:
+    return [str(gate["name"]) for gate in (verdict or {}).get("gates", []) if gate.get("passed") is not True]
+
+
+def why_failed(verdict: Mapping[str, Any]) -> str:
+    """Of a verdict that is no pass: what failed, or why there is none."""
+    if failed := failed_gates(verdict):
+        return f"verification failed ({', '.join(failed)})"
+    if verdict.get("unverified"):
+        return f"not verified: {verdict['unverified']}"
+    return "verification failed (the gain is not beyond doubt)"

@@ -63,6 +63,8 @@ def _gates(verdict: Mapping[str, Any]) -> Iterable[str]:
         mark = "✅" if gate.get("passed") is True else "❌"
         told = gate.get("evidence") or _figures(gate.get("figures") or {})
         yield f"- {mark} **{gate.get('name')}** {told}".rstrip()
+    if verdict.get("cut"):
+        yield f"- 🟡 {verdict['cut']}"
     yield f"- verdict `{'passed' if verdict.get('passed') is True else 'failed'}`"
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from tideforge.engine.events import read_events
 from tideforge.engine.outcome import Trial
 from tideforge.tasks.endpoint import Endpoint
-from tideforge.tasks.facts import Night
+from tideforge.tasks.facts import Night, failed_gates, why_failed
 from tideforge.tasks.store import Manifest, Run
 
 
@@ -82,8 +82,10 @@ def result(night: Night) -> str:
         return "no candidate ships: none was faster than the incumbent beyond doubt"
     if "verify" not in night.manifests:
         return "the finalist is not verified yet"
-    if not (night.verdict or {}).get("passed"):
-        return f"no candidate ships: verification failed ({', '.join(failed_gates(night.verdict)) or 'no verdict'})"
+    if night.verdict is None or not night.verdict.get("passed"):
+        return f"no candidate ships: {why_failed(night.verdict or {})}"
+    if night.extra("release").get("waits") is False:
+        return f"no candidate ships: {night.extra('release')['problem']}"
     if "approval" not in night.manifests:
         return "waits for approval"
     if night.extra("approval").get("decision") != "approve":
@@ -94,10 +96,6 @@ def result(night: Night) -> str:
         if shipped
         else f"no candidate ships: {night.extra('ship').get('problem') or 'not shipped yet'}"
     )
-
-
-def failed_gates(verdict: Mapping[str, Any] | None) -> list[str]:
-    return [str(gate["name"]) for gate in (verdict or {}).get("gates", []) if not gate.get("passed")]
 
 
 def night_events(run: Run, night: Night) -> list[dict[str, Any]]:

@@ -45,5 +45,9 @@ class CandidateError(TideforgeError):
         self.outcome, self.message = outcome, message
 
 
+class IncumbentLost(TideforgeError):
+    """The incumbent's worker died again and again, so that nothing could be measured beside it: no candidate's fault."""
+
+
 class Refused(TideforgeError):
     """A release was not accepted by the serving engine; the message says why. Nothing has changed."""

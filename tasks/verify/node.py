@@ -1,6 +1,7 @@
 """The node: one finalist, chosen on the search part, against held-out requests in freshly started workers.
 
-Gates and timed blocks run in random order in the same workers. A candidate can still tell them apart by their batch sizes.
+Gates and timed blocks run in random order in the same workers, but for the pairs beyond those that must be, which come
+last. A candidate can still tell them apart by their batch sizes.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from tideforge.engine.executor import RemoteExecutor
 from tideforge.engine.forward import Forward
 from tideforge.engine.lab import Lab
 from tideforge.engine.reference import Reference
-from tideforge.errors import CandidateError, UserError
-from tideforge.tasks.endpoint import Endpoint
+from tideforge.errors import CandidateError, IncumbentLost, UserError
+from tideforge.tasks.endpoint import Budget, Endpoint
 from tideforge.tasks.machine import settings_for
 from tideforge.tasks.store import Manifest, Run
 from tideforge.tasks.verify.gates import GATES, Caught
@@ -32,6 +33,7 @@ from tideforge.tasks.verify.plainness import beside_transformers
 from tideforge.tasks.verify.probe import POISON, Probe
 
 STEP_TIMEOUT_S = 60.0
+INCUMBENT_RETRIES = 3  # of one pair, when the incumbent's worker dies under it
 CHECKED_ANSWERS = 2  # of every timed block, besides the gates
 
 
@@ -61,18 +63,49 @@ class Verdict:
     bound: float
     weights_sha256: str
     environment: dict[str, Any]
+    cut: str = ""  # what was left out when the time was over, and the verdict stands without
+    unverified: str = ""  # why there is no verdict, for reasons that are not the candidate's
 
     @property
     def passed(self) -> bool:
-        """All gates passed, all of them ran, and the gain's lower bound is above 1."""
+        """All gates passed, all of them ran, on pairs enough, and the gain's lower bound is above 1."""
         return (
-            all(gate.passed for gate in self.gates)
+            not self.unverified
+            and all(gate.passed for gate in self.gates)
             and {gate.name for gate in self.gates} >= set(GATES)
             and self.ci_low > 1
         )
 
     def to_dict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "passed": self.passed}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a verification does within `seconds`: every gate, and pairs of timed blocks, of which `least` must be."""
+
+    pairs: int
+    least: int
+    seconds: float
+
+    @classmethod
+    def of(cls, budget: Budget) -> Plan:
+        return cls(budget.held_out_pairs, min(budget.least_held_out_pairs, budget.held_out_pairs), budget.verify_s)
+
+    def actions(self) -> list[str]:
+        """Names of gates, "" for a pair. What must be comes first, in random order, so that time runs out on the rest."""
+        needed = [*GATES, *[""] * self.least]
+        random.Random(secrets.randbits(64)).shuffle(needed)
+        return [*needed, *[""] * (self.pairs - self.least)]
+
+    def shortfall(self, pairs: int, gates: Sequence[GateResult]) -> tuple[str, str]:
+        """(cut, unverified): what is to say of a verification that ended after so many pairs and these gates."""
+        missing = sorted(set(GATES) - {gate.name for gate in gates})
+        said = f"{pairs} of {self.pairs} held-out pairs in {self.seconds:g} s"
+        if missing or pairs < self.least:
+            without = f", and {len(missing)} of {len(GATES)} gates not run" if missing else ""
+            return "", f"out of time: {said}, at least {self.least} are asked for{without}"
+        return (f"out of time, but with pairs enough: {said}" if pairs < self.pairs else ""), ""
 
 
 class Trialled:
@@ -116,14 +149,33 @@ class Trialled:
 
     def warm(self) -> None:
         """One short replay on each side: the first pass of a process packs, allocates and faults pages in."""
-        self._pair([dataclasses.replace(shape, output_tokens=2) for shape in self.workload.held_out])
+        self._both(self._short)
+
+    @property
+    def _short(self) -> list[RequestShape]:
+        return [dataclasses.replace(shape, output_tokens=2) for shape in self.workload.held_out]
 
     def timed_pair(self) -> None:
-        with self.lab.clock():
-            pair = self._pair(self.workload.held_out, turned=len(self.blocks) % 2 == 1)
+        pair = self._both(self.workload.held_out, turned=len(self.blocks) % 2 == 1)
         self.blocks.append(pair)
         answers = secrets.SystemRandom().sample(pair[1].answers, min(CHECKED_ANSWERS, len(pair[1].answers)))
         check.require_right(self.reference, answers, self.layers, self.bounds.logit_gap)
+
+    def _both(self, part: Sequence[RequestShape], turned: bool = False) -> tuple[measure.Block, measure.Block]:
+        """A pair of blocks; again when the incumbent's worker died under it, for which the candidate is not to blame."""
+        for _ in range(INCUMBENT_RETRIES + 1):
+            try:
+                if not self.a.alive:
+                    self.lab.release(self.a)
+                    self.a = self._worker(self.incumbent, self.lab.arena("verify-incumbent"))
+                    self._pair(self._short)
+                with self.lab.clock():
+                    return self._pair(part, turned)
+            except CandidateError as error:
+                if self.a.alive or not self.b.alive:
+                    raise
+                log_event(self.lab.events, "incumbent_died", worker=self.a.pid, message=error.message)
+        raise IncumbentLost(f"the incumbent's worker died {INCUMBENT_RETRIES + 1} times")
 
     def _pair(self, part: Sequence[RequestShape], turned: bool = False) -> tuple[measure.Block, measure.Block]:
         shapes, prompts = measure.draw_replay(part, self.workload.users, self.corpus, secrets.randbits(64))
@@ -154,32 +206,34 @@ def examine(
     candidate: Forward,
     workload: Workload,
     bounds: Bounds,
-    pairs: int,
+    plan: Plan,
     progress: Callable[[str], None] = lambda line: None,
+    now: Callable[[], float] = time.perf_counter,
 ) -> Verdict:
-    """All gates and `pairs` timed pairs, in random order. Never raises for what the candidate did."""
+    """All gates and the planned pairs, until the time is over: looked at before each. Never raises for what the candidate did."""
     with contextlib.closing(Trialled(settings, events, incumbent, candidate, workload, bounds)) as trialled:
         gates: list[GateResult] = []
-        actions = [*GATES, *[""] * pairs]
-        random.Random(secrets.randbits(64)).shuffle(actions)
-        begin = time.perf_counter()
+        begin, cut, unverified = now(), "", ""
         try:
             trialled.warm()
-            for action in actions:
+            for action in plan.actions():
+                if now() - begin >= plan.seconds:
+                    break
                 if action:
                     gates.append(run_gate(action, trialled.probe()))
                     progress(f"gate {action}: {'passed' if gates[-1].passed else gates[-1].evidence}")
                 else:
                     trialled.timed_pair()
-                    progress(f"held-out pair {len(trialled.blocks)} of {pairs}")
+                    progress(f"held-out pair {len(trialled.blocks)} of {plan.pairs}")
+            cut, unverified = plan.shortfall(len(trialled.blocks), gates)
+            figures = {"answers": CHECKED_ANSWERS * len(trialled.blocks), "bound": bounds.logit_gap}
+            if trialled.blocks:
+                gates.append(GateResult("answers", True, "", now() - begin, figures))
+        except IncumbentLost as lost:
+            unverified = str(lost)
         except CandidateError as error:
-            gates.append(
-                GateResult("answers", False, f"{error.outcome}: {error.message}", time.perf_counter() - begin, {})
-            )
-        else:
-            figures = {"answers": CHECKED_ANSWERS * pairs, "bound": bounds.logit_gap}
-            gates.append(GateResult("answers", True, "", time.perf_counter() - begin, figures))
-        return _verdict(trialled, gates)
+            gates.append(GateResult("answers", False, f"{error.outcome}: {error.message}", now() - begin, {}))
+        return dataclasses.replace(_verdict(trialled, gates), cut=cut, unverified=unverified)
 
 
 def _verdict(trialled: Trialled, gates: list[GateResult]) -> Verdict:
@@ -200,12 +254,12 @@ def _verdict(trialled: Trialled, gates: list[GateResult]) -> Verdict:
 
 def verify(run: Run, endpoint: Endpoint) -> Manifest:
     """verify.json: the verdict on the search's finalist, or that there is none."""
-    search = run.need("search")
+    search, plan = run.need("search"), Plan.of(endpoint.budget)
     inputs = {
         "finalist": str(search.extra["finalist"]),
         "incumbent": str(search.extra["incumbent"]),
         "workload": run.need("workload").outputs["workload"].sha256,
-        "pairs": str(endpoint.budget.held_out_pairs),
+        "plan": f"{plan.pairs} pairs, at least {plan.least}, in {plan.seconds:g} s",
     }
     if (done := run.done("verify", inputs)) is not None:
         return done
@@ -221,7 +275,7 @@ def verify(run: Run, endpoint: Endpoint) -> Manifest:
     verdict = examine(
         settings, run.folder, Forward.load(forwards / inputs["incumbent"]), candidate,
         Workload.read(run.path(run.need("workload"), "workload")), bounds_from(search.extra["bounds"]),
-        endpoint.budget.held_out_pairs, lambda line: log_event(run.folder, "verify", line=line),
+        plan, lambda line: log_event(run.folder, "verify", line=line),
     )  # fmt: skip
     log_event(run.folder, "verify", line="the incumbent's one-user decode beside transformers")
     plain = beside_transformers(settings, (forwards / str(search.extra["served"])).resolve())
@@ -245,6 +299,11 @@ def reason(verdict: Verdict) -> str:
     failed = [f"{gate.name}: {gate.evidence}" for gate in verdict.gates if not gate.passed]
     if failed:
         return "failed " + "; ".join(failed)
+    if verdict.unverified:
+        return f"not verified: {verdict.unverified}"
     if verdict.ci_low <= 1:
         return f"the gain on held-out requests is not beyond doubt: {verdict.ratio:.3f} [{verdict.ci_low:.3f}, {verdict.ci_high:.3f}]"
-    return f"all gates passed, {verdict.ratio:.3f} [{verdict.ci_low:.3f}, {verdict.ci_high:.3f}] on {len(verdict.pairs)} held-out pairs"
+    return (
+        f"all gates passed, {verdict.ratio:.3f} [{verdict.ci_low:.3f}, {verdict.ci_high:.3f}] on {len(verdict.pairs)} held-out pairs"
+        + (f" ({verdict.cut})" if verdict.cut else "")
+    )

@@ -8,17 +8,21 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tideforge.data.workload import RequestShape, Workload
+from tideforge.engine.compare import Bounds
 from tideforge.engine.config import Limits, Settings
 from tideforge.engine.doubles import tiny_llama
 from tideforge.engine.forward import Forward
 from tideforge.engine.lab import keeper_status
 from tideforge.engine.reference import Reference
+from tideforge.tasks.endpoint import Budget
+from tideforge.tasks.facts import why_failed
 from tideforge.tasks.verify.gates import GATES
-from tideforge.tasks.verify.node import Trialled, run_gate
+from tideforge.tasks.verify.node import INCUMBENT_RETRIES, Plan, Trialled, Verdict, examine, reason, run_gate
 
 PLAIN = Forward.load(Path(__file__).parents[2] / "engine" / "models" / "llama")
 SOURCE = PLAIN.files["forward.py"]
@@ -98,3 +102,76 @@ def test_a_worker_that_talks_nonsense_is_an_outcome(bench: tuple[Settings, Workl
     with contextlib.closing(Lab(dataclasses.replace(settings))) as lab, pytest.raises(CandidateError) as caught:
         lab.spawn(PLAIN.with_file("forward.py", SOURCE + shout), lab.arena("nonsense"))
     assert caught.value.outcome == "forward_error" and "malformed" in caught.value.message
+
+
+# --- what a verification says when it could not do everything
+
+
+@pytest.fixture(scope="module")
+def bounds(bench: tuple[Settings, Workload]) -> Bounds:
+    settings, workload = bench
+    with contextlib.closing(Reference.start(settings.model)) as reference:
+        return reference.bounds(settings.dtype, workload.corpus)
+
+
+def examined(bench: tuple[Settings, Workload], bounds: Bounds, plan: Plan) -> Verdict:
+    """By a clock that goes on a second with each thing done."""
+    settings, workload = bench
+    settings.state.mkdir(exist_ok=True)
+    done: list[str] = []
+    return examine(
+        settings, settings.state, PLAIN, PLAIN, workload, bounds, plan, done.append, lambda: float(len(done))
+    )
+
+
+def test_pairs_beyond_those_that_must_be_are_left_out_when_time_is_over(
+    bench: tuple[Settings, Workload], bounds: Bounds
+) -> None:
+    verdict = examined(bench, bounds, Plan(pairs=5, least=2, seconds=len(GATES) + 3))
+    assert len(verdict.pairs) == 3 and {gate.name for gate in verdict.gates} == {*GATES, "answers"}
+    assert verdict.cut == "out of time, but with pairs enough: 3 of 5 held-out pairs in 10 s" and not verdict.unverified
+    won = dataclasses.replace(verdict, ci_low=1.1)
+    assert won.passed and reason(won).endswith(f"on 3 held-out pairs ({verdict.cut})")
+    assert won.to_dict()["cut"] == verdict.cut
+
+
+@pytest.mark.parametrize("seconds", [0.0, 4.0, len(GATES) + 1.0])
+def test_what_must_be_and_was_not_leaves_the_finalist_unverified(
+    bench: tuple[Settings, Workload], bounds: Bounds, seconds: float
+) -> None:
+    verdict = examined(bench, bounds, Plan(pairs=5, least=2, seconds=seconds))
+    won = dataclasses.replace(verdict, ci_low=1.1)
+    assert not won.passed and all(gate.passed for gate in won.gates), "nobody failed"
+    assert reason(won).startswith(
+        f"not verified: out of time: {len(verdict.pairs)} of 5 held-out pairs in {seconds:g} s"
+    )
+    assert len(verdict.pairs) + len([gate for gate in verdict.gates if gate.name in GATES]) == seconds
+    assert why_failed(won.to_dict()) == reason(won)
+
+
+def test_time_enough_leaves_nothing_out(bench: tuple[Settings, Workload], bounds: Bounds) -> None:
+    verdict = examined(bench, bounds, Plan(pairs=2, least=2, seconds=len(GATES) + 2))
+    assert len(verdict.pairs) == 2 and not verdict.cut and not verdict.unverified
+    budget = Budget(held_out_pairs=3, least_held_out_pairs=8, verify_s=5)
+    assert Plan.of(budget) == Plan(3, 3, 5.0), "no more are asked for than are planned"
+
+
+@pytest.mark.parametrize("deaths", [1, INCUMBENT_RETRIES + 1])
+def test_an_incumbents_death_is_not_the_candidates(
+    bench: tuple[Settings, Workload], bounds: Bounds, deaths: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, left = Trialled._pair, [deaths]
+
+    def dies(self: Trialled, part: Any, turned: bool = False) -> Any:
+        if self.blocks and left[0]:
+            left[0] -= 1
+            os.kill(self.a.pid, signal.SIGKILL)
+        return pair(self, part, turned)
+
+    monkeypatch.setattr(Trialled, "_pair", dies)
+    verdict = examined(bench, bounds, Plan(pairs=3, least=3, seconds=100))
+    assert left == [0] and all(gate.passed for gate in verdict.gates)
+    if deaths == 1:
+        assert len(verdict.pairs) == 3 and not verdict.unverified
+    else:
+        assert not verdict.passed and "the incumbent's worker died 4 times" in reason(verdict)
