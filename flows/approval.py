@@ -1,25 +1,28 @@
 """Waiting for a person: the form, and the suspension of the flow run.
 
 The form proves nothing by itself, since whoever reaches Prefect's port can fill it in. What counts is the code in it:
-the signature over the release record. A wrong code ships nothing, and the run goes back to waiting.
+the signature over the release record. A form without it decides nothing, neither way: the run goes back to waiting,
+until the release expires.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any, Literal
 
 from prefect import get_run_logger, runtime, task
 from prefect.cache_policies import NO_CACHE
+from prefect.exceptions import PrefectHTTPStatusError
 from prefect.flow_runs import suspend_flow_run
-from prefect.input import RunInput
-from pydantic import Field
+from prefect.input import RunInput, delete_flow_run_input, keyset_from_base_key
+from pydantic import Field, ValidationError
 
 from tideforge.errors import Refused, TideforgeError
 from tideforge.flows.handles import Handle, handle, opened
+from tideforge.tasks.store import Run
 
-Approval = Literal["form", "wait"]
-ATTEMPTS = 20  # refused codes that a run endures before it gives up
+Approval = Literal["form", "wait", "no"]
 POLL_S = 1.0
 
 
@@ -42,12 +45,15 @@ def decided(night: Handle) -> Handle | None:
 
 @task(cache_policy=NO_CACHE)
 def decide(night: Handle, form: dict[str, Any]) -> str:
-    """Writes approval.json when the code signs this release and this decision; otherwise says why not."""
+    """Writes approval.json when the code signs this release and this decision; otherwise says why not, and counts it."""
+    from tideforge.tasks.approve import count_refusal
     from tideforge.tasks.approve import decide as check
 
+    run, endpoint = opened(night)
     try:
-        check(*opened(night), **form)
+        check(run, endpoint, **form)
     except Refused as refusal:
+        count_refusal(run, form, str(refusal))
         return str(refusal)
     return ""
 
@@ -74,41 +80,59 @@ def approval(night: Handle, release: Handle, mode: Approval) -> Handle:
     """The decision on this night's release; with nothing to release, an empty one at once.
 
     `form` leaves the machine: the process ends and the body runs again after the form came in. `wait` stays in this
-    process until `tideforge approve RUN` has written the decision. Either way approval_hours is the most it waits.
+    process until `tideforge approve RUN` has written the decision. Either way it waits until the release expires.
     """
     if not release["outputs"]:
         return {}
     supersede(night)
-    known = decided(night)
-    return known or (_form(night) if mode == "form" else _wait(night))
+    expires_at = float(release["extra"]["expires_at"])
+    return decided(night) or (_form(night, expires_at) if mode == "form" else _wait(night, expires_at))
 
 
-def _form(night: Handle) -> Handle:
-    from tideforge.tasks.approve import describe
+def _form(night: Handle, expires_at: float) -> Handle:
+    """Each refused form is counted in the run folder, and the count names the next one: after a suspension the body goes
+    straight to the form that came in, however many came before it."""
+    from tideforge.tasks.approve import describe, refusals
 
     run, endpoint = opened(night)
-    described = describe(run, endpoint)
-    refusal = ""
-    for attempt in range(ATTEMPTS):
-        text = (f"**Refused: {refusal}**\n\n" if refusal else "") + described
-        form = suspend_flow_run(
-            wait_for_input=ApprovalForm.with_initial_data(description=text),
-            timeout=int(endpoint.approval_hours * 3600),
-            key=f"approval-{attempt}",
-        )
+    while (left_s := expires_at - time.time()) > 0:
+        count, refusal = refusals(run)
+        text = f"**Refused: {refusal}** ({count} so far)\n\n" if count else ""
+        form = _asked(f"approval-{count}", text + describe(run, endpoint), max(1, int(left_s)))
         refusal = decide(night, form.model_dump())
         if not refusal and (known := decided(night)):
             return known
         get_run_logger().warning("the form was refused: %s", refusal)
-    raise TideforgeError(f"run {night['run']}: {ATTEMPTS} forms in a row carried no valid code; nothing ships")
+        _forget(f"approval-{count}")
+    raise expired(run)
 
 
-def _wait(night: Handle) -> Handle:
-    run, endpoint = opened(night)
+def _asked(key: str, text: str, timeout_s: int) -> ApprovalForm:
+    """The form that came in under `key`; the first call leaves the machine. What is not of the form's shape says nothing."""
+    blank = ApprovalForm.with_initial_data(description=text)
+    try:
+        return suspend_flow_run(wait_for_input=blank, timeout=timeout_s, key=key)
+    except (TypeError, ValidationError):  # Prefect lets anybody store anything as its answer
+        return ApprovalForm()
+
+
+def _forget(key: str) -> None:
+    """Prefect keeps nothing of a refused form either: anybody may send any number of them."""
+    for stored in keyset_from_base_key(f"suspended-{key}").values():
+        with contextlib.suppress(PrefectHTTPStatusError):
+            delete_flow_run_input(stored)
+
+
+def _wait(night: Handle, expires_at: float) -> Handle:
+    run, _ = opened(night)
     get_run_logger().info("waiting for `tideforge approve %s` (or reject)", run.id)
-    deadline = time.time() + endpoint.approval_hours * 3600
     while run.manifest("approval") is None:
-        if time.time() > deadline:
-            raise TideforgeError(f"run {run.id}: nobody decided within {endpoint.approval_hours} hours; nothing ships")
+        if time.time() > expires_at:
+            raise expired(run)
         time.sleep(POLL_S)
     return handle(run.need("approval"))
+
+
+def expired(run: Run) -> TideforgeError:
+    remedy = f"`tideforge node release --endpoint FILE --run {run.id} --again` asks anew"
+    return TideforgeError(f"run {run.id}: nobody decided before the release expired; nothing ships; {remedy}")

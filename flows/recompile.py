@@ -44,12 +44,15 @@ def node(module: str, function: str) -> Any:
 
 
 @task(**STORED)
-def start_run(endpoint: str, run: str | None, reason: str, traffic: str | None) -> Handle:
+def start_run(endpoint: str, run: str | None, reason: str, traffic: str | None, approve: Approval) -> Handle:
+    from tideforge.tasks.live import check_server
     from tideforge.tasks.night import check_mlflow, open_night
 
     loaded = Endpoint.load(Path(endpoint))
     if loaded.tracking_uri:
         check_mlflow(loaded.tracking_uri)
+    if approve != "no":
+        check_server(loaded, endpoint)
     if traffic:
         loaded = loaded.model_copy(update={"traffic": loaded.traffic.model_copy(update={"logs": [traffic]})})
     night = open_night(loaded, run, reason, str(runtime.flow_run.id or ""))
@@ -109,12 +112,19 @@ def close_search(night: Handle, agents: list[Handle]) -> Handle:
     return handle(end(*opened(night), [AgentReport(**report) for report in agents if report]))
 
 
+@task(**STORED)
+def prepare_release(night: Handle, tracked: Handle, approve: Approval) -> Handle:
+    from tideforge.tasks.approve import prepare_release as prepare
+
+    run, endpoint = opened(night)
+    return handle(prepare(run, endpoint, wanted=approve != "no"))
+
+
 ingest = node("ingest", "ingest")
 profile = node("profile", "profile")
 rank = node("rank", "rank")
 verify = node("verify.node", "verify")
 track = node("track", "track")
-prepare_release = node("approve", "prepare_release")
 ship = node("ship", "ship")
 report = node("report", "report")
 
@@ -130,8 +140,9 @@ def recompile(
     """One night: from the traffic log to a release that a person has approved.
 
     `endpoint` is the path of its file. `traffic` replaces the endpoint's logs: after drift, the rows that drifted.
+    `approve` "no": the night ends with the verdict, and needs no server.
     """
-    night = start_run(endpoint, run, reason, traffic)
+    night = start_run(endpoint, run, reason, traffic, approve)
     requests = ingest(night)
     shapes = profile(night, requests)
     load = workload(night, shapes)
@@ -141,7 +152,7 @@ def recompile(
     trials = close_search(night, agents)
     verdict = verify(night, trials)
     tracked = track(night, layouts, verdict)
-    release = prepare_release(night, tracked)
+    release = prepare_release(night, tracked, approve)
     decision = approval(night, release, approve)  # the run leaves the machine here and waits for a person
     shipped = ship(night, release, decision)
     return report(night, shipped)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,22 @@ from tideforge.engine.forward import Forward
 from tideforge.engine.release import Decision, Gain, Release, load_forward, read_approvers, verify
 from tideforge.errors import Refused, UserError
 from tideforge.tasks.endpoint import Endpoint
-from tideforge.tasks.facts import Night, forward_folder
+from tideforge.tasks.facts import Night, forward_folder, why_failed
 from tideforge.tasks.store import Manifest, Run
+
+NOT_WANTED = "the night was told to end with the verdict"
+REFUSED_KEPT, REFUSED_TEXT = 5, 200  # forms, and characters of what each says of itself
 
 
 def state_of(run: Run) -> Path:
     return run.folder.parent.parent
 
 
-def prepare_release(run: Run, endpoint: Endpoint) -> Manifest:
-    """Writes release.json: outputs record, form, diff. Without a verified finalist no outputs, and extra says why."""
+def prepare_release(run: Run, endpoint: Endpoint, wanted: bool = True) -> Manifest:
+    """Writes release.json: outputs record, form, diff. Without a verified finalist no outputs, and extra says why.
+
+    `wanted` false: none is made and no server is asked. Called again with true, it is made after all.
+    """
     from tideforge.tasks.form import diff, write_form
 
     night = Night.read(run)
@@ -33,10 +40,12 @@ def prepare_release(run: Run, endpoint: Endpoint) -> Manifest:
         "verify": night.hashes().get("verify.verdict", ""),
         "endpoint": run.need("run").inputs.get("endpoint", ""),
     }
+    if not wanted:
+        inputs["wanted"] = "no"
     if done := run.done("release", inputs):
         return done
     started = time.time()
-    if problem := _why_not(night):
+    if problem := _why_not(night) or ("" if wanted else NOT_WANTED):
         return run.finish("release", inputs, {}, {"waits": False, "problem": problem}, started)
     release = _record(night, endpoint)
     _stage(run, release.forward)
@@ -66,8 +75,7 @@ def _why_not(night: Night) -> str:
     if verdict is None:
         return "the finalist was not verified"
     if verdict["passed"] is not True:
-        failed = [str(gate["name"]) for gate in verdict["gates"] if gate["passed"] is not True]
-        return f"verification failed ({', '.join(failed) or 'the gain is not beyond doubt'})"
+        return why_failed(verdict)
     if verdict["forward"] != night.finalist or verdict["incumbent"] != night.incumbent:
         return "the verdict is about another forward than the search's finalist and incumbent"
     if verdict["ci_low"] <= 1:
@@ -169,8 +177,8 @@ def decide(
 ) -> Manifest:
     """Writes approval.json, once. Raises Refused, and the run waits on, when the code does not sign this decision.
 
-    A rejection ships nothing, so a reason is enough for it; `signed` says whether an approver's key stands behind it.
-    `who` is the approver's name by the key; of an unsigned rejection it is what the form claims.
+    That goes for a rejection too: whoever reaches the form could else throw a night away. `who` is the approver's name by
+    the key, whatever the form claims.
     """
     release = read_release(run)
     wanted = Decision.APPROVE if approve else Decision.REJECT
@@ -179,24 +187,14 @@ def decide(
         if earlier.extra["decision"] == wanted:
             return earlier
         raise Refused(f"this run was decided already: {earlier.extra['decision']} by {earlier.extra['who']}")
-    signer = _signer(run, release, wanted, code.strip(), why.strip())
-    facts = {
-        "decision": str(wanted),
-        "who": signer or who or "unknown",
-        "why": why,
-        "at": time.time(),
-        "signed": bool(signer),
-    }
+    signer = _signer(run, release, wanted, code.strip())
+    facts = {"decision": str(wanted), "who": signer, "why": why, "at": time.time(), "signed": True}
     output = run.write_json("approval", {**facts, "code": code.strip(), "claimed_who": who})
     return run.finish("approval", inputs, {"decision": output}, facts)
 
 
-def _signer(run: Run, release: Release, wanted: Decision, code: str, why: str) -> str:
-    """Name of the approver whose key made the code; empty for a rejection by its reason alone."""
-    if wanted is Decision.REJECT and not code:
-        if not why:
-            raise Refused("a rejection needs a reason or a code")
-        return ""
+def _signer(run: Run, release: Release, wanted: Decision, code: str) -> str:
+    """Name of the approver whose key made the code."""
     if wanted is Decision.APPROVE:
         check_release(run)
     approved = verify(release.to_record(), code, read_approvers(state_of(run) / "approvers.json"))
@@ -205,12 +203,33 @@ def _signer(run: Run, release: Release, wanted: Decision, code: str, why: str) -
     return approved.who
 
 
+def count_refusal(run: Run, form: Mapping[str, Any], reason: str) -> None:
+    """refused.json: how many forms decided nothing, and the last few in short. It never grows beyond that."""
+    count, _ = refusals(run)
+    path = run.folder / "refused.json"
+    last = list(json.loads(path.read_text())["last"]) if count else []
+    said = {name: str(form.get(name, ""))[:REFUSED_TEXT] for name in ("who", "why")}
+    entry = {"at": time.time(), "approve": bool(form.get("approve")), **said, "reason": reason[:REFUSED_TEXT]}
+    write_whole(path, canonical_json({"count": count + 1, "last": [*last, entry][-REFUSED_KEPT:]}))
+
+
+def refusals(run: Run) -> tuple[int, str]:
+    """How many forms were refused, and why the last one was."""
+    path = run.folder / "refused.json"
+    if not path.exists():
+        return 0, ""
+    known = json.loads(path.read_text())
+    return int(known["count"]), str(known["last"][-1]["reason"])
+
+
 def supersede_older(run: Run, release: Release) -> list[str]:
     """Marks older runs of the same endpoint that still wait; returns their ids."""
     marked = []
     for folder in sorted(run.folder.parent.iterdir()):
         other = Run(folder)
-        if folder == run.folder or not folder.is_dir() or (folder / "ship.json").exists():
+        if folder == run.folder or not folder.is_dir():
+            continue
+        if (done := other.manifest("ship")) is not None and done.extra.get("shipped"):
             continue
         manifest = other.manifest("release")
         if manifest is None or "record" not in manifest.outputs or (folder / "superseded.json").exists():

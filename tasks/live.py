@@ -13,8 +13,10 @@ from typing import Any
 import httpx
 
 from tideforge.errors import Refused, UserError
+from tideforge.tasks.endpoint import Endpoint
 
 TIMEOUT_S = 300.0
+CHECK_S = 10.0  # a server that is up says so at once
 SPARE_SLOTS = 4  # a slot between two requests is not open: more slots than the streams that must be open at a flip
 
 
@@ -73,10 +75,10 @@ def server_url(state: Path) -> str:
         ) from None
 
 
-def ask(method: str, url: str, body: Any = None) -> dict[str, Any]:
+def ask(method: str, url: str, body: Any = None, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
     """The JSON answer of the server. Refused with its reason when it says no; UserError when it is not there."""
     try:
-        answer = httpx.request(method, url, json=body, timeout=TIMEOUT_S)
+        answer = httpx.request(method, url, json=body, timeout=timeout_s)
         told = answer.json()
     except (httpx.HTTPError, ValueError) as error:
         raise UserError(
@@ -93,14 +95,34 @@ def reason(told: Any, status: int) -> str:
     return str(text or f"the server answered {status}")
 
 
-def version(state: Path) -> dict[str, Any]:
+def version(state: Path, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
     """GET /version. UserError when a field is missing that a release needs."""
     url = f"{server_url(state)}/version"
-    told = ask("GET", url)
+    told = ask("GET", url, timeout_s=timeout_s)
     missing = {"forward", "release", "weights_sha256", "launch", "environment"} - set(told)
     if missing:
         raise UserError(url, f"lacks {', '.join(sorted(missing))}", "run a server of this version of tideforge")
     return told
+
+
+def check_server(endpoint: Endpoint, file: str) -> None:
+    """Raises UserError unless a server serves this endpoint as its file says: else the night's release can go nowhere."""
+    name, remedy = (
+        f"endpoint {endpoint.name}",
+        f"`tideforge serve --endpoint {file}` starts one, --no-ship does without",
+    )
+    try:
+        told = version(endpoint.state, CHECK_S)
+    except UserError as error:
+        raise UserError(name, f"no server serves it ({error.thing} {error.problem})", remedy) from None
+    except Refused as refusal:
+        raise UserError(name, f"no server serves it ({refusal})", remedy) from None
+    for what, own in (("endpoint", endpoint.name), ("launch", endpoint.launch)):
+        if told.get(what) != own:
+            problem = f"its server runs with another {what}: {told.get(what)!r}"
+            raise UserError(
+                name, problem, "restart the server with this endpoint file, or leave the release out: --no-ship"
+            )
 
 
 def environment_of(told: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from tideforge.flows.approval import Approval
     from tideforge.tasks.endpoint import Endpoint
 
 FILE = click.option(
@@ -23,12 +24,16 @@ LOCAL = click.option("--local", is_flag=True, help="in this process, not through
 @click.option("--run", "run_id", help="resume this run: nodes that have finished are not run again")
 @click.option("--reason", default="by hand", show_default=True, help="kept in the run's record")
 @LOCAL
-def recompile(endpoint_file: Path, run_id: str | None, reason: str, local: bool) -> None:
+@click.option("--no-ship", is_flag=True, help="end after verification: needs no server, and releases nothing")
+def recompile(endpoint_file: Path, run_id: str | None, reason: str, local: bool, no_ship: bool) -> None:
     """Run the whole night for an endpoint: from the traffic log to a release that a person has approved.
 
     Where a Prefect server is up (`tideforge up`, or PREFECT_API_URL), the night runs through the deployment: it leaves
     this machine's attention and waits for approval, suspended. Otherwise, and with --local, it runs in this process
     and waits here until `tideforge approve RUN` or `reject RUN` is called in another terminal.
+
+    The endpoint must be served (`tideforge up` or `serve`), for a release is bound to the server that takes it. With
+    --no-ship the night ends with the verdict; called again with its --run and without --no-ship it goes on from there.
 
     A night that was killed goes on with the same --run. It ends without shipping when no candidate is faster beyond
     doubt or verification fails; `tideforge report RUN` says which.
@@ -38,6 +43,7 @@ def recompile(endpoint_file: Path, run_id: str | None, reason: str, local: bool)
     tideforge recompile --endpoint my.yaml --local --run 20261130-020000-1f2e
     """
     from tideforge.tasks.endpoint import Endpoint
+    from tideforge.tasks.live import check_server
     from tideforge.tasks.machine import check_endpoint
 
     endpoint = Endpoint.load(endpoint_file)
@@ -47,15 +53,17 @@ def recompile(endpoint_file: Path, run_id: str | None, reason: str, local: bool)
 
         check_mlflow(endpoint.tracking_uri)
     check_endpoint(endpoint)
+    if not no_ship:
+        check_server(endpoint, str(endpoint_file))
     if run_id is None:
         from tideforge.tasks.night import new_run_id
 
         run_id = new_run_id()
     click.echo(f"run {run_id}", err=True)
     if local or api is None:
-        _here(endpoint_file, run_id, reason)
+        _here(endpoint_file, run_id, reason, "no" if no_ship else "wait")
     else:
-        _deployed(api, endpoint_file, endpoint, run_id, reason)
+        _deployed(api, endpoint_file, endpoint, run_id, reason, "no" if no_ship else "form")
 
 
 def reachable(endpoint: Endpoint, local: bool = False) -> str | None:
@@ -84,7 +92,7 @@ def reachable(endpoint: Endpoint, local: bool = False) -> str | None:
     return api
 
 
-def _here(endpoint_file: Path, run_id: str, reason: str) -> None:
+def _here(endpoint_file: Path, run_id: str, reason: str, approve: Approval) -> None:
     from tideforge.errors import UserError
 
     home = Path(os.environ["PREFECT_HOME"])
@@ -94,15 +102,15 @@ def _here(endpoint_file: Path, run_id: str, reason: str) -> None:
         raise UserError(str(home), f"cannot be made ({error.strerror})", "mend the endpoint's `state`") from None
     from tideforge.flows.recompile import recompile as night
 
-    result = night(str(endpoint_file), run_id, reason, "wait")
+    result = night(str(endpoint_file), run_id, reason, approve)
     click.echo(json.dumps(result["extra"], sort_keys=True))
 
 
-def _deployed(api: str, endpoint_file: Path, endpoint: Endpoint, run_id: str, reason: str) -> None:
+def _deployed(api: str, endpoint_file: Path, endpoint: Endpoint, run_id: str, reason: str, approve: Approval) -> None:
     from tideforge.errors import TideforgeError
     from tideforge.flows import follow
 
-    parameters = {"endpoint": str(endpoint_file.resolve()), "run": run_id, "reason": reason, "approve": "form"}
+    parameters = {"endpoint": str(endpoint_file.resolve()), "run": run_id, "reason": reason, "approve": approve}
     flow_run = follow.start(api, follow.NIGHTLY, parameters)
     click.echo(f"Prefect: {follow.link(api.removesuffix('/api'), flow_run)}", err=True)
     state = follow.follow(

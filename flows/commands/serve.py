@@ -30,7 +30,7 @@ def serve(endpoint_file: Path, host: str, port: int, state: Path | None) -> None
     GET  /version           forward, release, weights hash, launch command, environment
     POST /admin/ship        an approved release takes over; needs the approver's signature
     POST /admin/rollback    likewise, back to an earlier forward
-    POST /admin/flip        between the two forwards of the release shipped last, for measuring
+    POST /admin/flip        between the two forwards of the release shipped last, until its ship is measured
 
     \b
     Examples:

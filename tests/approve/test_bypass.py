@@ -194,8 +194,9 @@ def test_the_ship_node_ships_nothing_that_nobody_approved(place: Any) -> None:
 
 def test_the_ship_node_ships_nothing_that_was_rejected(place: Any) -> None:
     run = place.waiting("night-1")
-    decide(run, place.endpoint, False, "", "Ann", "the diff is unreadable")
-    refused_ship(place, run, "rejected by Ann: the diff is unreadable")
+    code = place.code(read_release(run), Decision.REJECT)
+    decide(run, place.endpoint, False, code, "Bob", "the diff is unreadable")
+    refused_ship(place, run, "rejected by Ann Other: the diff is unreadable")
     with pytest.raises(Refused, match="decided already: reject"):
         decide(run, place.endpoint, True, place.code(read_release(run)))
 
@@ -249,13 +250,18 @@ def test_the_ship_node_ships_nothing_under_a_replaced_record(place: Any) -> None
 
 
 FORMS: list[tuple[dict[str, Any], str]] = [
-    ({}, "a rejection needs a reason or a code"),
+    ({}, "no signature"),
+    ({"approve": False, "who": "Ann Other", "why": "unreadable"}, "no signature"),
+    ({"approve": False, "code": "x" * 9, "why": "unreadable"}, "no signature"),
+    ({"code": "# [look](http://here)." + "A" * 86}, "no signature"),
     ({"approve": True}, "no signature"),
     ({"approve": True, "code": "yes", "who": "Ann Other", "why": "trust me"}, "no signature"),
 ]
 
 
-@pytest.mark.parametrize(("form", "reason"), FORMS, ids=["empty", "no code", "some text"])
+@pytest.mark.parametrize(
+    ("form", "reason"), FORMS, ids=["empty", "rejects", "rejects with some text", "markdown", "no code", "some text"]
+)
 def test_a_resume_without_a_code_leaves_the_run_waiting(place: Any, form: dict[str, Any], reason: str) -> None:
     """What curl, an agent or a candidate could send through Prefect."""
     run = place.waiting("night-1")
@@ -263,6 +269,13 @@ def test_a_resume_without_a_code_leaves_the_run_waiting(place: Any, form: dict[s
         decide(run, place.endpoint, **form)
     assert run.manifest("approval") is None
     refused_ship(place, run, "nobody has approved")
+
+
+def test_a_code_of_an_approval_does_not_reject(place: Any) -> None:
+    run = place.waiting("night-1")
+    with pytest.raises(Refused, match="signs approve, not reject"):
+        decide(run, place.endpoint, False, place.code(read_release(run)), "Ann", "why not")
+    assert run.manifest("approval") is None
 
 
 def test_a_code_of_a_rejection_does_not_approve(place: Any) -> None:

@@ -68,13 +68,13 @@ def test_a_night_that_broke_off_goes_on_and_ends_honestly(
 
     monkeypatch.setattr("tideforge.tasks.verify.node.verify", verify)
     with pytest.raises(TideforgeError, match="the machine went away"):
-        recompile(str(tiny_endpoint), "n1", "first", "wait")
+        recompile(str(tiny_endpoint), "n1", "first", "no")
     run = Run(Endpoint.load(tiny_endpoint).state / "runs" / "n1")
     before = {name: run.need(name).finished for name in ("ingest", "profile", "workload", "rank")}
     broken_off = run.need("run").extra["flow_run"]
     assert run.manifest("search") is None
 
-    facts = recompile(str(tiny_endpoint), "n1", "second", "wait")["extra"]
+    facts = recompile(str(tiny_endpoint), "n1", "second", "no")["extra"]
     assert {name: run.need(name).finished for name in before} == before
     assert run.need("run").extra["flow_run"] != broken_off  # an approval must find the flow run that waits now
     assert (calls["offline-1"], calls["offline-2"], calls["reports"]) == (1, 1, 2)
@@ -93,3 +93,15 @@ def test_the_body_is_the_dag() -> None:
     body = ast.parse(inspect.getsource(recompile.fn)).body[0].body[1:]  # type: ignore[attr-defined]
     assert all(isinstance(line, ast.Assign | ast.Return) for line in body)
     assert "pause_flow_run" not in inspect.getsource(inspect.getmodule(recompile.fn))  # type: ignore[arg-type]
+
+
+def test_a_night_that_is_to_ship_says_at_once_that_nobody_serves(
+    prefect_server: None, tiny_endpoint: Path, calls: collections.Counter[str]
+) -> None:
+    """What a scheduled night does, which no command has looked at before."""
+    from tideforge.errors import UserError
+    from tideforge.flows.recompile import recompile
+
+    with pytest.raises(UserError, match=r"endpoint tiny: no server serves it .*; `tideforge serve --endpoint"):
+        recompile(str(tiny_endpoint), "n1", "nightly", "form")
+    assert not calls and not Endpoint.load(tiny_endpoint).state.exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -222,6 +223,43 @@ def test_an_mlflow_that_does_not_answer_is_named(
     error = refused(capsys, "recompile", "--endpoint", str(file))
     assert "MLflow at http://127.0.0.1:9: does not answer" in error and "tracking_uri" in error
     assert not (tmp_path / "s").exists()
+
+
+def another(**said: str) -> dict[str, Any]:
+    told = {"forward": "f" * 64, "release": "", "weights_sha256": "w", "environment": {}, "endpoint": "tiny"}
+    return {**told, **said}
+
+
+@pytest.mark.parametrize(
+    ("server", "problem"),
+    [
+        (None, "no server serves it"),
+        ("gone", "no server serves it"),
+        (another(launch="tideforge serve --other"), "runs with another launch"),
+        (another(endpoint="other", launch="x"), "runs with another endpoint"),
+    ],
+    ids=["none", "gone", "another launch", "another endpoint"],
+)
+def test_a_night_whose_release_could_go_nowhere_is_refused_at_the_start(
+    server: Any,
+    problem: str,
+    tmp_path: Path,
+    endpoint_file: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", {name: value for name, value in os.environ.items() if "PREFECT" not in name})
+    file, state = endpoint_file(), tmp_path / "s"
+    if server is not None:
+        state.mkdir()
+        (state / "server.json").write_text(json.dumps({"pid": 1, "url": "http://127.0.0.1:9", "forward": "f" * 64}))
+    if isinstance(server, dict):
+        monkeypatch.setattr("tideforge.tasks.live.ask", lambda *_, **__: server)
+    there = files(tmp_path)
+    error = refused(capsys, "recompile", "--endpoint", str(file), "--local")
+    assert f"endpoint tiny: {problem}" in error or f"endpoint tiny: its server {problem}" in error, error
+    assert "--no-ship" in error and (isinstance(server, dict) or f"tideforge serve --endpoint {file}" in error)
+    assert files(tmp_path) == there
 
 
 # --- a full disk
