@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tideforge.data.files import FULL
+
 FILE = "events.jsonl"
 
 
 def log_event(state: Path, event: str, **fields: Any) -> None:
-    """Appends one event with the time in seconds since the epoch."""
+    """Appends one event with the time in seconds since the epoch.
+
+    What it tells of has happened, so a full disk does not undo it: the event is lost, and standard error says so.
+    """
     line = json.dumps({"time": time.time(), "event": event, "pid": os.getpid(), **fields}) + "\n"
-    fd = os.open(state / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(fd, line.encode())
-    finally:
-        os.close(fd)
+        fd = os.open(state / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(fd, line.encode())
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        print(f"tideforge: {state / FILE}: the disk is full; lost: {line}", end="", file=sys.stderr, flush=True)
 
 
 def read_events(state: Path) -> Iterator[dict[str, Any]]:

@@ -49,7 +49,6 @@ __all__ = [
     "load_key",
     "public_bytes",
     "read_approvers",
-    "shipped_release",
     "sign",
     "verify",
 ]
@@ -188,7 +187,7 @@ def _parse(code: str) -> tuple[str, bytes]:
         signature = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
     except (binascii.Error, ValueError):
         signature = b""
-    if len(signature) != 64:
+    if len(signature) != 64 or len(name) > 64 or not set(name) <= HEX:  # the name is told to whoever reads the refusal
         raise Refused("no signature: the code is not one that `tideforge code` prints")
     return name, signature
 
@@ -270,11 +269,13 @@ class ShipGuard:
         return self._checked(record, code, decision)[0]
 
     def accept(self, record: Any, code: Any, decision: Decision = Decision.APPROVE) -> Approved:
-        """Burns the nonce and returns who approved which release; or raises Refused and nothing has changed."""
+        """Burns the nonce and returns who approved which release; or raises Refused or OSError and nothing has changed."""
         with self._lock:
             approved, state = self._checked(record, code, decision)
             pair = {name: getattr(approved.release, name) for name in ("nonce", "forward", "incumbent")}
-            self._keep(used=[*self._kept["used"], pair["nonce"]], shipped={**pair, "at": state.now})
+            closed = decision is Decision.ROLLBACK  # nothing is measured then
+            shipped = {**pair, "at": state.now, "closed": closed}
+            self._keep(used=[*self._kept["used"], pair["nonce"]], shipped=shipped)
         return approved
 
     def _checked(self, record: Any, code: Any, decision: Decision) -> tuple[Approved, ServerState]:
@@ -285,20 +286,33 @@ class ShipGuard:
         check_against_server(approved.release, state, decision)
         return approved, state
 
-    def flip(self, nonce: str, to: str) -> str:
-        """Id of the forward to serve for measuring: one of the two that the release just accepted names."""
+    def flip(self, nonce: str, to: str, done: bool = False) -> str:
+        """Id of the forward to serve for measuring: one of the two that the release just accepted names.
+
+        `done`: the caller will `close` the window after this flip, which then must be to the release's own forward.
+        """
         with self._lock:
             shipped, state = self._kept["shipped"], self._state_fn()
         if to not in ("forward", "incumbent"):
             raise Refused("a flip goes to 'forward' or to 'incumbent'")
         if shipped is None or nonce != shipped["nonce"]:
             raise Refused("only the release shipped last may be flipped")
+        if shipped.get("closed"):
+            raise Refused("the window for flipping is closed: nothing is left to measure")
+        if done and to != "forward":
+            raise Refused("the last flip goes to 'forward', which an approver has signed to serve")
         if state.now > shipped["at"] + FLIP_WINDOW_S:
             raise Refused(f"the window for flipping closed {FLIP_WINDOW_S / 60:.0f} minutes after the ship")
         if state.forward not in (shipped["forward"], shipped["incumbent"]):
             raise Refused("another forward serves than the two of the release")
         load_forward(state.forwards, shipped[to])
         return str(shipped[to])
+
+    def close(self) -> None:
+        """No further flips of this release. Closed for this process even where the disk does not take it."""
+        with self._lock:
+            self._kept = {**self._kept, "shipped": {**self._kept["shipped"], "closed": True}}
+            self._keep(**self._kept)
 
     @property
     def nonce(self) -> str:
@@ -318,19 +332,3 @@ class ShipGuard:
     def _keep(self, **kept: Any) -> None:
         replace_file(self._path, json.dumps(kept, indent=1).encode())
         self._kept = kept
-
-
-def shipped_release(folder: Path, trusted: Trusted) -> Release | None:
-    """What the newest file of `<state>/releases/` put into service: what a server starts with. None when there is none.
-
-    Files that carry no signature of a trusted approver are passed over; expiry counts at the ship, not here.
-    """
-    for path in sorted(folder.glob("*.json"), key=lambda path: int(path.name.split("-")[0]), reverse=True):
-        raw = json.loads(path.read_text())
-        try:
-            approved = verify(raw.get("record"), raw.get("code"), trusted)
-        except Refused:
-            continue
-        if approved.decision is not Decision.REJECT:
-            return approved.release
-    return None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
 from tideforge.engine.archive import write_atomic
 from tideforge.engine.config import ModelConfig
 from tideforge.engine.forward import Forward
-from tideforge.errors import UserError
+from tideforge.engine.release import load_forward, read_approvers
+from tideforge.engine.releases import shipped_release
+from tideforge.errors import Refused, UserError
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.store import Run
 
@@ -35,11 +38,15 @@ def first_forward(endpoint: Endpoint) -> Path:
 
 def serving_forward(endpoint: Endpoint) -> Forward:
     """What the live server says it serves; without a server, what it would start with."""
-    record = endpoint.state / "server.json"
+    record, forwards = endpoint.state / "server.json", endpoint.state / "forwards"
     if record.exists():
-        folder = endpoint.state / "forwards" / str(json.loads(record.read_text())["forward"])
+        folder = forwards / str(json.loads(record.read_text())["forward"])
         if folder.is_dir():
             return Forward.load(folder)
+    release = shipped_release(endpoint.state / "releases", read_approvers(endpoint.state / "approvers.json"))
+    if release is not None and release.launch == endpoint.launch:
+        with contextlib.suppress(Refused):
+            return load_forward(forwards, release.forward)
     return Forward.load(first_forward(endpoint))
 
 

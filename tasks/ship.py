@@ -5,8 +5,8 @@ The server decides. What it accepted is written to <state>/releases/; what it re
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +16,7 @@ from typing import Any
 from tideforge.data.files import canonical_json, write_whole
 from tideforge.data.workload import Workload
 from tideforge.engine.release import Decision, Gain, Release, load_forward, read_approvers, sign, verify
+from tideforge.engine.releases import next_number, release_files
 from tideforge.errors import Refused, UserError
 from tideforge.tasks import live
 from tideforge.tasks.approve import check_release, read_release, state_of
@@ -98,6 +99,7 @@ def ship(run: Run, endpoint: Endpoint, moved: Callable[..., object] | None = Non
     except Refused as refusal:
         extra: dict[str, Any] = {"shipped": _serves(run), "problem": str(refusal), "failed_requests": 0}
         if extra["shipped"]:  # refused after the server had taken it: what failed is the measuring
+            _close_window(run)
             (moved or _champion())(endpoint, "ship", extra["shipped"], run)
         return run.finish("ship", inputs, {}, extra, started)
     (moved or _champion())(endpoint, "ship", release.forward, run)
@@ -121,6 +123,13 @@ def _serves(run: Run) -> str | None:
         return str(mine[-1]) if mine and live.version(state_of(run))["forward"] == mine[-1] else None
     except UserError:  # no server answers: nobody can say that it serves
         return None
+
+
+def _close_window(run: Run) -> None:
+    """Nothing will be measured any more, so nobody needs to flip: the node has its final record."""
+    last = {"nonce": read_release(run).nonce, "to": "forward", "done": True}
+    with contextlib.suppress(Refused, UserError):  # closed already, or no server
+        live.ask("POST", f"{live.server_url(state_of(run))}/admin/flip", last)
 
 
 def _champion() -> Callable[..., object]:
@@ -166,8 +175,8 @@ def _ship_and_measure(run: Run, release: Release, code: str, why: str, load: Loa
             raise Refused(live.reason(answer, answer["status"]))
         return answer
 
-    def flip(to: str) -> None:
-        switch("/admin/flip", {"nonce": release.nonce, "to": to})
+    def flip(to: str, done: bool = False) -> None:
+        switch("/admin/flip", {"nonce": release.nonce, "to": to, "done": done})
 
     def block(name: str, prompts: Sequence[live.Prompt]) -> None:
         record.blocks.append((name, live.measure_http(url, prompts, load.users)))
@@ -190,7 +199,7 @@ def _ship_and_measure(run: Run, release: Release, code: str, why: str, load: Loa
         block("forward", load.second)
         flip("incumbent")
         block("incumbent", load.second)
-        flip("forward")
+        flip("forward", done=True)
     finally:
         if shipped_already(state, release.nonce) and live.version(state)["forward"] != release.forward:
             live.ask("POST", f"{url}/admin/flip", {"nonce": release.nonce, "to": "forward"})
@@ -204,14 +213,9 @@ def _ship_and_measure(run: Run, release: Release, code: str, why: str, load: Loa
 
 
 def releases(state: Path) -> list[dict[str, Any]]:
-    """The files of <state>/releases in order, each with its number under `n`."""
-    found = []
-    for path in (state / "releases").glob("*.json"):
-        try:
-            found.append({**json.loads(path.read_text()), "n": int(path.name.split("-")[0])})
-        except ValueError:
-            raise UserError(str(path), "is not a release", "move it out of that folder") from None
-    return sorted(found, key=lambda entry: int(entry["n"]))
+    """The files of <state>/releases/ in order, each with its number under `n`. Unreadable ones are named on standard error."""
+    blank = {"decision": "", "who": "", "shipped_at": 0.0}
+    return [{**blank, **raw, "n": number} for number, raw in release_files(state / "releases")]
 
 
 def shipped_already(state: Path, nonce: str) -> bool:
@@ -221,8 +225,7 @@ def shipped_already(state: Path, nonce: str) -> bool:
 def keep_release(state: Path, release: Release, code: str, who: str, why: str, decision: Decision) -> Path:
     """<state>/releases/<n>-<id>.json. The server writes it when it flips; here the reason joins it."""
     known = next((entry for entry in releases(state) if entry["record"]["nonce"] == release.nonce), None)
-    last = max((int(entry["n"]) for entry in releases(state)), default=0)
-    number = int(known["n"]) if known else last + 1
+    number = int(known["n"]) if known else next_number(state / "releases")
     path = state / "releases" / f"{number:04d}-{release.forward[:12]}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     entry = {

@@ -254,7 +254,7 @@ def add_admin(app: FastAPI, live: Live) -> None:
 
     @app.post("/admin/flip")
     async def flip(ask: wire.FlipRequest) -> dict[str, Any]:
-        return await asyncio.to_thread(live.shipper.flip, ask.nonce, ask.to)
+        return await asyncio.to_thread(live.shipper.flip, ask.nonce, ask.to, ask.done)
 
 
 def add_error_answers(app: FastAPI, live: Live) -> None:

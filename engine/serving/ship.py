@@ -6,6 +6,7 @@ then is the code used up and the flip made. Whatever goes wrong before that chan
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -27,9 +28,9 @@ from tideforge.engine.release import (
     ServerState,
     ShipGuard,
     load_forward,
-    shipped_release,
     verify,
 )
+from tideforge.engine.releases import prepared, shipped_release
 from tideforge.engine.scheduler import Request, TokenEvent
 from tideforge.engine.serving.identity import Identity
 from tideforge.engine.serving.loop import EngineLoop
@@ -73,20 +74,21 @@ class Shipper:
         )
 
     def open(self, first: Forward) -> str:
-        """Starts the forward that was shipped last if it still fits this server, else `first` and says why."""
-        release = shipped_release(self.identity.state / "releases", self._trusted)
+        """Starts the forward that was shipped last if it still fits this server, else `first`; what there is to say of that."""
+        notes: list[str] = []
+        release = shipped_release(self.identity.state / "releases", self._trusted, notes.append)
         first.save(self.identity.state / "forwards")
-        forward, note = first, ""
+        forward = first
         if release is not None:
             try:
                 forward = self._shipped(release)
                 self.release, self._last = release.nonce, release
             except Refused as refusal:
-                note = f"the forward shipped last is not served: {refusal}"
+                notes.append(f"the forward shipped last is not served: {refusal}")
         self._attach(forward)
         self._fleet.confirm(forward.id)
         self._loop.call(lambda core: setattr(self._loop, "current", forward.id)).result()
-        return note
+        return "; ".join(notes)
 
     def _shipped(self, release: Release) -> Forward:
         for name in ("weights_sha256", "launch"):
@@ -104,23 +106,39 @@ class Shipper:
             begin = time.monotonic()
             fresh = self._stage(forward)
             try:
-                self._guard.accept(record, code, decision)
+                self._accept(approved, record, code)
             except Refused:
                 self._unstage(forward.id, fresh)
                 raise
-            self._keep(approved, record, code)
             self.release, self._last = approved.release.nonce, approved.release
             flipped = self._flip(forward.id, str(decision))
             return {**flipped, "release": self.release, "who": approved.who, "seconds": time.monotonic() - begin}
 
-    def flip(self, nonce: str, to: str) -> dict[str, Any]:
-        """For measuring before against after: serves the other forward of the release shipped last."""
+    def _accept(self, approved: Approved, record: Any, code: str) -> None:
+        """Uses the code up, and keeps what a later start serves and `releases` lists. Both or neither, on a full disk too."""
+        said = {"who": approved.who, "key_id": approved.key_id, "decision": str(approved.decision)}
+        entry = {"record": record, "code": code, **said, "shipped_at": time.time()}
+        folder = self.identity.state / "releases"
+        try:
+            with prepared(folder, approved.release.forward, entry) as keep:
+                self._guard.accept(record, code, approved.decision)
+                keep()
+        except OSError as error:
+            why = f"{folder} takes no file ({error.strerror}): nothing has changed"
+            raise Refused(f"{why}; free space there and ship again, the code is still good") from None
+
+    def flip(self, nonce: str, to: str, done: bool = False) -> dict[str, Any]:
+        """For measuring: serves the other forward of the release shipped last. The one that is `done` is the last."""
         with self._lock:
-            begin, target = time.monotonic(), self._guard.flip(nonce, to)
+            begin, target = time.monotonic(), self._guard.flip(nonce, to, done)
             self._stage(load_forward(self.identity.state / "forwards", target))
             if self._last is not None:
                 self.release = self._last.nonce if to == "forward" else self._last.previous
-            return {**self._flip(target, "flip"), "release": self.release, "seconds": time.monotonic() - begin}
+            flipped = {**self._flip(target, "flip"), "release": self.release, "seconds": time.monotonic() - begin}
+            if done:
+                with contextlib.suppress(OSError):  # closed all the same, until a restart
+                    self._guard.close()
+            return flipped
 
     def _check(self, record: Any, code: Any, decision: Decision) -> Approved:
         try:
@@ -147,7 +165,7 @@ class Shipper:
         try:
             self._attach(forward)
             self._warm(forward.id)
-        except (CandidateError, UserError, TimeoutError) as error:
+        except (CandidateError, UserError, TimeoutError, OSError) as error:
             self._unstage(forward.id, fresh=True)
             raise Refused(f"forward {forward.id[:12]} does not start here: {error}") from None
         return True
@@ -205,21 +223,14 @@ class Shipper:
         self._fleet.confirm(forward_id)
         if previous != forward_id:
             self._retire(previous)
-        self._on_flip(forward_id)
+        try:
+            self._on_flip(forward_id)
+        except OSError as error:  # the flip has happened: a file that names the old forward must not undo the answer
+            log_event(self.identity.state, "server_file_stale", forward=forward_id, error=str(error))
         log_event(self.identity.state, "flip", forward=forward_id, previous=previous, why=why, finishing=finishing)
         return {
             "forward": forward_id, "previous": previous, "finishing": finishing, "flipped_at": at, "why": why,
         }  # fmt: skip
-
-    def _keep(self, approved: Approved, record: Any, code: str) -> None:
-        """<state>/releases/<n>-<id>.json: what a later start serves, and what `releases` lists."""
-        folder = self.identity.state / "releases"
-        folder.mkdir(exist_ok=True)
-        number = 1 + max((int(path.name.split("-")[0]) for path in folder.glob("*-*.json")), default=0)
-        said = {"who": approved.who, "key_id": approved.key_id, "decision": str(approved.decision)}
-        content = {"record": record, "code": code, **said, "shipped_at": time.time()}
-        name = f"{number:04d}-{approved.release.forward[:12]}.json"
-        replace_file(folder / name, json.dumps(content, indent=1).encode())
 
 
 def write_server_file(state: Path, pid: int, url: str, forward: str) -> None:

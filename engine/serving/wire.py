@@ -146,6 +146,7 @@ class FlipRequest(Wire):
 
     nonce: str
     to: str
+    done: bool = False  # the last one: no flip of this release after it
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:

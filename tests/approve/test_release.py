@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import stat
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from tideforge.engine import release as rel
 from tideforge.engine.forward import Forward
 from tideforge.engine.release import Decision, Gain, Release, ServerState, ShipGuard
+from tideforge.engine.releases import next_number, release_files, shipped_release
 from tideforge.errors import Refused, UserError
 
 ENVIRONMENT = (("python", "3.11"), ("torch", "2.13.0"))
@@ -192,15 +194,69 @@ def test_flips_end_with_the_window_and_with_the_next_forward(key: tuple[Path, An
 
 
 def test_a_restart_serves_what_was_signed_last(tmp_path: Path, key: tuple[Path, Any], server: Server) -> None:
-    assert rel.shipped_release(tmp_path / "none", server.trusted) is None
+    assert shipped_release(tmp_path / "none", server.trusted) is None
     folder, one, two = tmp_path / "releases", release(), release(forward=OLD.id, incumbent=NEW.id)
     folder.mkdir()
     for number, (what, decision) in {2: (one, Decision.APPROVE), 10: (two, Decision.ROLLBACK)}.items():
         entry = {"record": what.to_record(), "code": rel.sign(key[1], what, decision, "Ann")}
         (folder / f"{number}-x.json").write_text(json.dumps(entry))
-    assert rel.shipped_release(folder, server.trusted) == two
+    assert shipped_release(folder, server.trusted) == two
     (folder / "11-x.json").write_text(json.dumps({"record": release(run="forged").to_record(), "code": entry["code"]}))
-    assert rel.shipped_release(folder, server.trusted) == two
+    assert shipped_release(folder, server.trusted) == two
+
+
+def test_what_cannot_be_read_is_named_and_passed_over(tmp_path: Path, key: tuple[Path, Any], server: Server) -> None:
+    folder, one = tmp_path / "releases", release()
+    folder.mkdir()
+    entry = {"record": one.to_record(), "code": rel.sign(key[1], one, Decision.APPROVE, "Ann")}
+    (folder / "0002-x.json").write_text(json.dumps(entry))
+    (folder / "0004-x.json").mkdir()
+    for name, raw in {
+        "0003-x.json": b"{", "0005-x.json": b"\xff\xfe\x00", "0006-x.json": b"[]", "0007-x.json": b'{"record": {}}',
+        "notes-x.json": json.dumps(entry).encode(), "0001-x.json": b"",
+    }.items():  # fmt: skip
+        (folder / name).write_bytes(raw)
+    said: list[str] = []
+    assert shipped_release(folder, server.trusted, said.append) == one
+    assert [number for number, _ in release_files(folder, said.append)] == [2]
+    bad = {path.name for path in folder.iterdir()} - {"0002-x.json"}
+    assert {line.split(": ")[0] for line in said} == {str(folder / name) for name in bad}
+    assert all("\n" not in line and "restore it or move it elsewhere" in line for line in said)
+    assert next_number(folder) == 8, "what cannot be read is not replaced either"
+
+
+def test_the_window_for_flips_closes_for_good(key: tuple[Path, Any], server: Server) -> None:
+    one, guard = release(), server.guard()
+    guard.accept(one.to_record(), rel.sign(key[1], one, Decision.APPROVE, "Ann"))
+    with pytest.raises(Refused, match="the last flip goes to 'forward'"):
+        guard.flip(one.nonce, "incumbent", done=True)
+    assert guard.flip(one.nonce, "forward", done=True) == NEW.id
+    guard.close()
+    for again in (guard, server.guard()):
+        with pytest.raises(Refused, match="window for flipping is closed"):
+            again.flip(one.nonce, "incumbent")
+
+
+def test_a_rollback_opens_no_window(key: tuple[Path, Any], server: Server) -> None:
+    one, guard = release(), server.guard()
+    guard.accept(one.to_record(), rel.sign(key[1], one, Decision.ROLLBACK, "Ann"), Decision.ROLLBACK)
+    with pytest.raises(Refused, match="window for flipping is closed"):
+        guard.flip(one.nonce, "incumbent")
+
+
+def test_a_disk_that_takes_no_nonce_uses_no_code_up(
+    key: tuple[Path, Any], server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, guard = release(), server.guard()
+    code = rel.sign(key[1], one, Decision.APPROVE, "Ann")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr(rel, "replace_file", full)
+        guard.accept(one.to_record(), code)
+    assert guard.nonce == "" and server.guard().accept(one.to_record(), code).release == one
 
 
 def test_times_are_the_clocks() -> None:

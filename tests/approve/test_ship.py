@@ -7,10 +7,14 @@ from typing import Any
 import httpx
 import pytest
 
-from tideforge.engine.release import read_approvers, shipped_release
+from tideforge.engine.release import read_approvers
+from tideforge.engine.releases import shipped_release
 from tideforge.errors import Refused
 from tideforge.tasks import live
 from tideforge.tasks.approve import decide, prepare_release, read_release
+from tideforge.tasks.facts import Night
+from tideforge.tasks.incumbent import serving_forward
+from tideforge.tasks.report import result
 from tideforge.tasks.ship import Load, releases, roll_back, rollback_release, ship
 from tideforge.tasks.store import Run
 
@@ -44,6 +48,8 @@ def test_an_approved_release_ships_is_measured_and_can_be_taken_back(place: Any)
 
     (entry,) = releases(place.state)
     assert (entry["n"], entry["who"], entry["why"]) == (1, "Ann Other", "12 % more, gates green")
+    late = httpx.post(f"{place.url}/admin/flip", json={"nonce": release.nonce, "to": "incumbent"}, timeout=30)
+    assert late.status_code == 409 and "window for flipping is closed" in late.text, "all is measured"
     known = shipped_release(place.state / "releases", read_approvers(place.state / "approvers.json"))
     assert known == release
     assert ship(run, place.endpoint, moved=lambda *_: pytest.fail("a finished node does not run again")) == manifest
@@ -171,3 +177,58 @@ def test_a_rollback_goes_only_where_a_signature_stands(place: Any) -> None:
     with pytest.raises(Refused, match="does not fit"):
         rollback_release(place.state, None)
     assert place.serving == read_release(run).forward
+
+
+def test_a_night_told_to_end_with_the_verdict_can_be_released_later(place: Any) -> None:
+    run = place.night("night-1")
+    manifest = prepare_release(run, place.endpoint, wanted=False)
+    assert manifest.outputs == {} and manifest.extra["waits"] is False
+    assert ship(run, place.endpoint, moved=lambda *_: pytest.fail("nothing ships")).extra["shipped"] is None
+    assert result(Night.read(run)) == "no candidate ships: the night was told to end with the verdict"
+    assert prepare_release(run, place.endpoint).extra["waits"] is True
+    assert result(Night.read(run)) == "waits for approval"
+    place.waiting("night-2")
+    with pytest.raises(Refused, match="superseded"):
+        approved(place, run)
+
+
+def test_without_a_server_the_incumbent_is_what_one_would_start_with(place: Any) -> None:
+    run = place.waiting("night-1")
+    release = read_release(run)
+    body = {"record": release.to_record(), "code": place.code(release)}
+    assert httpx.post(f"{place.url}/admin/ship", json=body, timeout=30).status_code == 200
+    (place.state / "server.json").unlink()
+    assert serving_forward(place.endpoint).id == release.forward
+    other = place.endpoint.model_copy(update={"launch": "tideforge serve --other"})
+    assert serving_forward(other).id == release.incumbent
+
+
+def test_a_ship_whose_measuring_is_refused_closes_the_window_too(
+    place: Any, short_streams: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, calls = approved(place, place.waiting("night-1")), []
+    honest = live.measure_http
+
+    def breaks(url: str, prompts: Any, concurrency: int) -> live.HttpFigures:
+        calls.append(place.serving)
+        if len(calls) == 2:
+            raise Refused("the server failed")
+        return honest(url, prompts, concurrency)
+
+    monkeypatch.setattr(live, "measure_http", breaks)
+    release, facts = read_release(run), ship(run, place.endpoint, moved=lambda *_: None).extra
+    assert facts["shipped"] == release.forward == place.serving and facts["problem"] == "the server failed"
+    late = httpx.post(f"{place.url}/admin/flip", json={"nonce": release.nonce, "to": "incumbent"}, timeout=30)
+    assert late.status_code == 409 and place.serving == release.forward
+
+
+def test_an_unreadable_file_among_the_releases_stops_no_ship(
+    place: Any, short_streams: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = place.state / "releases" / "0001-damaged.json"
+    bad.parent.mkdir()
+    bad.write_text("{")
+    run = approved(place, place.waiting("night-1"))
+    assert ship(run, place.endpoint, moved=lambda *_: None).extra["shipped"] == place.serving
+    assert [entry["n"] for entry in releases(place.state)] == [2] and bad.read_text() == "{"
+    assert str(bad) in capsys.readouterr().err

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import json
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -314,3 +317,85 @@ def test_when_no_worker_can_be_had_requests_fail_loudly_and_are_counted(
     assert "engine_failed" in lines[-1]
     assert live.counters.failed == 2 and approver.served.blocks_held == 0
     assert live.loop.alive
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("place", ["releases.write_synced", "release.replace_file"])
+def test_a_disk_without_room_costs_no_code(approver: Approver, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """The file of the release, or the list of used codes: whichever does not fit."""
+
+    def full(*_: Any) -> None:
+        raise FULL
+
+    release = approver.release()
+    with monkeypatch.context() as patched:
+        patched.setattr(f"tideforge.engine.{place}", full)
+        refused(approver, approver.post("/admin/ship", release), 409, "the code is still good")
+    assert not list((approver.state / "releases").iterdir()), "nothing half-written stays"
+    assert approver.post("/admin/ship", release).status_code == 200
+    assert approver.version()["forward"] == FASTER.id
+
+
+def test_a_full_disk_costs_no_code(serve_at: Any, tmp_path: Path) -> None:
+    """A real one, of 256 KiB. Only root can mount it."""
+    disk = tmp_path / "small"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
+    done = subprocess.run(mount, capture_output=True, text=True, timeout=30, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot mount a small disk: {done.stderr.strip()}; patched writes are tested above")
+    try:
+        key = create_key(tmp_path / "key.pem", "passphrase of a test")
+        add_approver(disk / "approvers.json", "ann", public_bytes(key))
+        with serve_at(disk) as served:
+            approver = Approver(served, disk, key)
+            release, filler = approver.release(), disk / "filler"
+            with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                while file.write(b"x" * 512):
+                    pass
+            refused(approver, approver.post("/admin/ship", release), 409, "free space")
+            filler.unlink()
+            assert approver.post("/admin/ship", release).status_code == 200
+            assert approver.version()["forward"] == FASTER.id
+    finally:
+        subprocess.run(["umount", str(disk)], check=True, timeout=30)
+
+
+def test_a_flip_stands_where_the_servers_file_cannot_be_written(
+    approver: Approver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: str) -> None:
+        raise FULL
+
+    monkeypatch.setattr(approver.served.live.shipper, "_on_flip", full)
+    assert approver.post("/admin/ship", approver.release()).json()["forward"] == FASTER.id
+    assert approver.version()["forward"] == FASTER.id
+
+
+def test_the_server_starts_beside_a_release_that_it_cannot_read(approver: Approver, serve_at: Any) -> None:
+    release = approver.release()
+    assert approver.post("/admin/ship", release).status_code == 200
+    bad = approver.state / "releases" / "0002-damaged.json"
+    bad.write_text('{"record": {"run"')
+    with serve_at(approver.state) as again:
+        assert again.live.loop.current == FASTER.id and again.live.shipper.release == release.nonce
+        assert str(bad) in again.live.note and "restore it or move it elsewhere" in again.live.note
+
+
+def test_the_last_flip_closes_the_window(approver: Approver) -> None:
+    release = approver.release()
+    assert approver.post("/admin/ship", release).status_code == 200
+
+    def flip(to: str, **more: Any) -> httpx.Response:
+        with approver.served.client() as client:
+            return client.post("/admin/flip", json={"nonce": release.nonce, "to": to, **more})
+
+    assert flip("incumbent").status_code == 200
+    assert flip("incumbent", done=True).status_code == 409 and approver.version()["forward"] == LLAMA.id
+    assert flip("forward", done=True).status_code == 200 and approver.version()["forward"] == FASTER.id
+    for to in ("incumbent", "forward"):
+        answer = flip(to)
+        assert answer.status_code == 409 and "window for flipping is closed" in answer.json()["error"]["message"]
+    assert approver.version()["forward"] == FASTER.id
