@@ -26,6 +26,7 @@ from tideforge.errors import CandidateError
 from tideforge.flows import follow
 from tideforge.tasks import stack
 from tideforge.tasks.approve import read_release
+from tideforge.tasks.approve import refusals as refusals_counted
 from tideforge.tasks.endpoint import AgentSpec
 from tideforge.tasks.machine import settings_for
 from tideforge.tasks.search.search import environment, sandboxed
@@ -141,6 +142,20 @@ def test_a_resume_without_a_code_ships_nothing_and_says_why(
     assert "no signature" in refusals(deployment, flow_run)[-1]
     assert run.manifest("approval") is None and run.manifest("ship") is None
     assert deployment.serving() == before and releases(deployment.place.state) == []
+
+
+@pytest.mark.parametrize("body", [{"run_input": {"approve": False, "who": "Ann Other", "why": "throw it away"}}, {}])
+def test_an_unsigned_rejection_throws_no_night_away(
+    deployment: Any, waiting: tuple[str, Run], body: dict[str, Any], eventually: Callable[..., Any]
+) -> None:
+    flow_run, run = waiting
+    count = refusals_counted(run)[0]
+    said = follow.patient("POST", f"{deployment.api}/flow_runs/{flow_run}/resume", body).text
+    assert "ACCEPT" in said, said
+    eventually("it is counted", lambda: refusals_counted(run)[0] == count + 1, 120)
+    deployment.waits(flow_run)
+    assert run.manifest("approval") is None
+    assert "no signature" in refusals_counted(run)[1]
 
 
 def refusals(deployment: Any, flow_run: str) -> list[str]:
