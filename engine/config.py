@@ -78,6 +78,7 @@ class Limits:
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
     max_model_len: int = 2048
+    decode_steps: int = 1  # how many decode steps a worker runs before the scheduler plans anew
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +94,8 @@ class Settings:
     threads: int = 1
     device: str = "cpu"  # of the workers; the reference always runs on the CPU
     worker_cpus: tuple[int, ...] = ()  # cores of the measuring worker; empty: any
+    capture_rows: tuple[int, ...] = ()  # batch sizes of decodes that a worker captures; empty: none, as on the CPU
+    capture_contexts: tuple[int, ...] = ()  # longest contexts of those graphs, tokens
 
     def arena_layout(self, config: ModelConfig) -> ArenaLayout:
         return ArenaLayout(
@@ -139,5 +142,7 @@ class Settings:
                 "model": Path(raw["model"]),
                 "limits": Limits(**raw["limits"]),
                 "worker_cpus": tuple(raw["worker_cpus"]),
+                "capture_rows": tuple(raw["capture_rows"]),
+                "capture_contexts": tuple(raw["capture_contexts"]),
             }
         )

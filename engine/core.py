@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
 
 from tideforge.engine.blocks import BlockPool
@@ -10,7 +10,7 @@ from tideforge.engine.scheduler import Request, Scheduler, SchedulerLimits, Step
 from tideforge.errors import TideforgeError, UserError
 
 if TYPE_CHECKING:
-    from tideforge.engine.executor import Executor
+    from tideforge.engine.executor import Executor, Sampled
 
     OnFailure = Callable[[str, TideforgeError], Executor | None]
 
@@ -28,6 +28,7 @@ class EngineCore:
         self._executors: dict[str, Executor] = {}
         self.on_failure = on_failure
         self._last = ""
+        self._under_way: tuple[Step, Generator[Sampled]] | None = None
 
     @property
     def pool(self) -> BlockPool:
@@ -60,6 +61,8 @@ class EngineCore:
         if request.forward not in self._executors:
             raise UserError(f"request {request.id}", f"names forward {request.forward[:12]!r}", "attach it first")
         self.scheduler.add(request)
+        if self._under_way is not None and self._under_way[0].num_steps > 1:
+            self._executors[self._under_way[0].forward].halt()  # so that the newcomer is planned for soon
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
@@ -67,21 +70,36 @@ class EngineCore:
     def has_work(self, forward: str | None = None) -> bool:
         return self.scheduler.has_work(forward)
 
-    def step(self) -> list[TokenEvent]:
-        """Runs one step of the next forward that can do something; [] when there is nothing to do."""
-        step = self._next_step()
-        if step is None:
-            return []
-        try:
-            return self.scheduler.commit(step, self._execute(step))
-        except TideforgeError as error:  # the executor's, or NaN logits: either way the scheduler has taken nothing
-            return self._failed(step.forward, error)
+    @property
+    def under_way(self) -> bool:
+        """Whether a worker is running a step whose tokens are not all here: the next `step` waits for them."""
+        return self._under_way is not None
 
-    def _execute(self, step: Step) -> list[int]:
+    def step(self) -> list[TokenEvent]:
+        """Tokens of the step that is under way, or of the next forward that can do something; [] when there is nothing."""
+        if self._under_way is None:
+            step = self._next_step()
+            if step is None:
+                return []
+            self._under_way = step, self._answers(step)
+        step, answers = self._under_way
         try:
-            return self._executors[step.forward].execute(step)
+            sampled = next(answers)
+            events = self.scheduler.commit(step, sampled.tokens, sampled.last)
+        except TideforgeError as error:  # the executor's, or NaN logits: either way the scheduler has taken nothing
+            self._under_way = None
+            answers.close()
+            return self._failed(step.forward, error)
+        if not self.scheduler.is_open:
+            self._under_way = None
+        return events
+
+    def _answers(self, step: Step) -> Generator[Sampled]:
+        try:
+            yield from self._executors[step.forward].execute(step)
         except BaseException:
-            self.scheduler.discard(step)
+            if self.scheduler.is_open:
+                self.scheduler.discard(step)
             raise
 
     def _next_step(self) -> Step | None:

@@ -27,13 +27,13 @@ from tideforge.engine.lab import Lab
 from tideforge.engine.memory import ITEM_BYTES, Arena
 from tideforge.engine.outcome import Figures, Outcome, Trial
 from tideforge.engine.reference import Reference
-from tideforge.engine.scheduler import SchedulerLimits
 from tideforge.engine.screen import screen
 from tideforge.errors import CandidateError
 
 WARM_REQUESTS = 4
 CHECKED_ANSWERS = 3
 HOPELESS = 0.97  # below this ratio after a pass, no further pass is spent
+PRECISE = 0.01  # half-width of the ratio's interval at which a trial ends
 STEP_TIMEOUT_FACTOR = 20.0
 MIN_STEP_TIMEOUT_S = 2.0
 
@@ -76,12 +76,7 @@ class ServiceConfig:
 
 def new_core(settings: Settings) -> EngineCore:
     """A scheduler and block pool of its own; prefixes are not shared, so that a replay computes all of its prompt."""
-    limits = SchedulerLimits(
-        max_num_seqs=settings.limits.max_num_seqs,
-        max_num_batched_tokens=settings.limits.max_num_batched_tokens,
-        max_model_len=settings.limits.max_model_len,
-    )
-    return EngineCore(limits, BlockPool(settings.num_blocks, settings.block_size, prefix_cache=False))
+    return EngineCore(settings.limits, BlockPool(settings.num_blocks, settings.block_size, prefix_cache=False))
 
 
 @dataclasses.dataclass
@@ -90,6 +85,7 @@ class Spent:
 
     stage_s: float = 0.0
     check_s: float = 0.0
+    capture_s: float = 0.0
     clock_s: float = 0.0
 
 
@@ -120,6 +116,10 @@ class Bench:
         worker = self.lab.spawn(self.incumbent, self.arenas["incumbent"])
         side = measure.Side.of(self.incumbent.id, new_core(self.settings), worker)
         begin = time.perf_counter()
+        if self.settings.capture_rows:
+            measure.run_block(side.core, side.forward, *self._replay(), self.workload.users)  # kernels are compiled now
+            self.lab.trusted_kernels = self.lab.kernels(self.incumbent)
+            self.lab.capture(worker)
         block = measure.run_block(side.core, side.forward, *self._replay(), self.workload.users)
         check.require_right(self.reference, block.answers[:CHECKED_ANSWERS], self.layers, self.bounds.logit_gap)
         longest = max(
@@ -203,7 +203,7 @@ class Bench:
             if self.spare is None:
                 self.spare = self.lab.spare(self.arenas["candidate"])
         return dataclasses.replace(
-            done, stage_s=spent.stage_s, check_s=spent.check_s, clock_s=spent.clock_s,
+            done, stage_s=spent.stage_s, check_s=spent.check_s, capture_s=spent.capture_s, clock_s=spent.clock_s,
             finished_at=time.time(), environment=environment(),
         )  # fmt: skip
 
@@ -234,8 +234,9 @@ class Bench:
         spent.check_s = time.perf_counter() - begin
         begin = time.perf_counter()
         with self.lab.clock():
+            spent.capture_s = self.lab.capture(worker)
             blocks, pairs = self._timed(forward, worker, candidate)
-        spent.clock_s = time.perf_counter() - begin
+        spent.clock_s = time.perf_counter() - begin - spent.capture_s
         begin = time.perf_counter()
         answers = [answer for _, block in blocks for answer in block.answers]
         chosen = secrets.SystemRandom().sample(answers, min(CHECKED_ANSWERS, len(answers)))
@@ -273,7 +274,8 @@ class Bench:
             blocks.append((a, b))
             pairs += steps
             found = measure.ratio_of_steps(pairs)
-            if found.ratio < HOPELESS or found.low > 1 or time.monotonic() > deadline:
+            decided = found.ratio < HOPELESS or found.low > 1 or found.high - found.low < 2 * PRECISE
+            if decided or time.monotonic() > deadline:
                 break  # decided either way; the final score is another measurement
         return blocks, pairs
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
 import subprocess
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,16 +25,29 @@ ARRAYS = (
     "input_ids", "positions", "slot_mapping", "block_tables", "seq_lens", "query_start_loc", "logits_indices",
     "temperatures", "top_ps", "seeds", "sample_positions",
 )  # fmt: skip
-ANSWERS = {"attach": "ready", "stage": "staged", "step": "tokens"}
+ANSWERS = {"attach": "ready", "stage": "staged", "capture": "captured", "step": "tokens"}
 # What a worker may say of its own forward; everything else is observed by the authority.
-CLAIMABLE = frozenset({"syntax_error", "import_error", "build_error", "forward_error", "out_of_memory"})
-SCALARS = ("num_decodes", "num_prefills", "max_query_len", "max_seq_len")
+CLAIMABLE = frozenset(
+    {"syntax_error", "import_error", "build_error", "forward_error", "capture_error", "out_of_memory"}
+)
+SCALARS = ("num_decodes", "num_prefills", "max_query_len", "max_seq_len", "num_steps")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """A token for each of a step's N logits rows, and whether no more come of this step."""
+
+    tokens: Sequence[int]
+    last: bool = True
 
 
 class Executor(Protocol):
-    """Runs one step and returns a token for each of its N logits rows."""
+    """Runs a step up to `step.num_steps` times; each run's tokens come as soon as they are there."""
 
-    def execute(self, step: Step) -> list[int]: ...
+    def execute(self, step: Step) -> Iterable[Sampled]: ...
+
+    def halt(self) -> None:
+        """Ends the step that runs soon; its `execute` says when. Asked only of steps with num_steps > 1."""
 
 
 def step_arrays(step: Step) -> dict[str, np.ndarray]:
@@ -68,19 +83,45 @@ class RemoteExecutor:
         self._receive("attach", timeout_s)
         self.ready = True
 
-    def stage(self, folder: Path, layers: range, timeout_s: float) -> float:
-        """Imports and builds the forward in `folder`; seconds that the worker took."""
-        answer = self._ask(
-            {"type": "stage", "folder": str(folder), "layers": [layers.start, layers.stop]}, {}, timeout_s
-        )
-        return float(answer.header.get("seconds", 0.0))
+    def stage(
+        self, folder: Path, layers: range, timeout_s: float, kernels: Path, capture_rows: Sequence[int] = ()
+    ) -> float:
+        """Imports and builds the forward in `folder`, which compiles into `kernels`; seconds that the worker took."""
+        header: dict[str, object] = {
+            "type": "stage", "folder": str(folder), "layers": [layers.start, layers.stop], "kernels": str(kernels),
+            "capture_rows": list(capture_rows),
+        }  # fmt: skip
+        return float(self._ask(header, {}, timeout_s).header.get("seconds", 0.0))
 
-    def execute(self, step: Step) -> list[int]:
+    def capture(self, rows: Sequence[int], contexts: Sequence[int], timeout_s: float) -> float:
+        """Captures a graph for each number of rows and each longest context; seconds that the worker took."""
+        header: dict[str, object] = {"type": "capture", "rows": list(rows), "contexts": list(contexts)}
+        return float(self._ask(header, {}, timeout_s).header.get("seconds", 0.0))
+
+    def execute(self, step: Step) -> Iterator[Sampled]:
         answer = self._ask({"type": "step", **step_scalars(step)}, step_arrays(step), self.step_timeout_s)
-        tokens = answer.arrays.get("tokens")
-        if tokens is None or tokens.shape != step.logits_indices.shape:
-            raise CandidateError("forward_error", "the worker answered with a wrong number of tokens")
-        return [int(token) for token in tokens]
+        for left in reversed(range(step.num_steps)):
+            sampled = _sampled(answer, step, left == 0)
+            if sampled.last:
+                yield sampled
+                return
+            try:
+                yield sampled
+            except GeneratorExit:  # nobody wants the rest, and the next step must not read it
+                with contextlib.suppress(CandidateError):
+                    self._skip(step, sampled, left)
+                raise
+            answer = self._receive("step", self.step_timeout_s)
+
+    def _skip(self, step: Step, sampled: Sampled, left: int) -> None:
+        self.halt()
+        while not sampled.last:
+            left -= 1
+            sampled = _sampled(self._receive("step", self.step_timeout_s), step, left == 0)
+
+    def halt(self) -> None:
+        with contextlib.suppress(PeerGone):  # its death is seen where its answer is awaited
+            protocol.send(self.sock, {"type": "halt"})
 
     def _ask(self, header: dict[str, object], arrays: dict[str, np.ndarray], timeout_s: float) -> protocol.Message:
         try:
@@ -129,6 +170,13 @@ class RemoteExecutor:
     def close(self) -> None:
         self.kill()
         self.sock.close()
+
+
+def _sampled(answer: protocol.Message, step: Step, last: bool) -> Sampled:
+    tokens = answer.arrays.get("tokens")
+    if tokens is None or tokens.shape != step.logits_indices.shape:
+        raise CandidateError("forward_error", "the worker answered with a wrong number of tokens")
+    return Sampled(tokens.tolist(), last or not answer.header.get("more"))
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:

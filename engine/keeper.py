@@ -37,12 +37,80 @@ def convert(array: np.ndarray, stored: str, wanted: str) -> np.ndarray:
     return array.astype(wanted)
 
 
+class Segment:
+    """Shared host memory; whoever has the descriptor reads it, and writes it until it is published."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.size, self.fds = size, [memory.create_segment(f"tideforge-{name}", size)]
+
+    def publish(self) -> None:
+        memory.seal(self.fds[0])
+
+    def restore(self) -> bool:
+        """Whether the published bytes are as they were: nobody can have written sealed memory."""
+        return True
+
+    def fetch(self, offset: int, count: int) -> None:
+        """Nothing to do: holders see the bytes themselves."""
+
+    def fill(self, count: int, value: int) -> None:
+        raise ProtocolError("host memory is filled by its holders")
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+
+
+class DeviceSegment(Segment):
+    """Device memory (fds[1]) with a mirror in host memory (fds[0]), so that an authority needs no CUDA context."""
+
+    def __init__(self, name: str, size: int, device: str) -> None:
+        super().__init__(name, size)
+        import torch
+
+        from tideforge.engine import device as device_memory
+
+        fd, self.pages = device_memory.allocate(size, torch.device(device))
+        self.fds.append(fd)
+        self.pages.zero_()
+        self.mirror = torch.frombuffer(mmap.mmap(self.fds[0], size), dtype=torch.uint8)
+
+    def publish(self) -> None:
+        self.pages.copy_(self.mirror)
+        self.checksum = self._sum()
+
+    def restore(self) -> bool:
+        """Whether the published bytes are as they were; if not they are copied again from the mirror."""
+        intact = self._sum() == self.checksum
+        if not intact:
+            self.pages.copy_(self.mirror)
+        return intact
+
+    def _sum(self) -> int:
+        """Every 8-byte word times an odd number that depends on its place, modulo 2**64."""
+        import torch
+
+        total, words = 0, self.pages[: self.size // 8 * 8].view(torch.int64)
+        for start in range(0, len(words), 1 << 24):
+            part = words[start : start + (1 << 24)]
+            odd = 2 * torch.arange(start, start + len(part), device=part.device) + 1
+            total += int((part * odd).sum())
+        return total
+
+    def fetch(self, offset: int, count: int) -> None:
+        self.mirror[offset : offset + count].copy_(self.pages[offset : offset + count])
+
+    def fill(self, count: int, value: int) -> None:
+        self.pages[:count].fill_(value)
+        self.pages[:1].cpu()  # it has happened when the answer goes out
+
+
 class Keeper:
     """Holds the segments. Thread-safe: one lock around the arenas."""
 
-    def __init__(self, model: Path, dtype: str) -> None:
-        self.model, self.dtype, self.started = model, dtype, time.time()
-        self.arenas: dict[str, tuple[int, int]] = {}
+    def __init__(self, model: Path, dtype: str, device: str = "cpu") -> None:
+        self.model, self.dtype, self.device, self.started = model, dtype, device, time.time()
+        self.arenas: dict[str, Segment] = {}
         self._lock = threading.Lock()
         self.loads = 0
         self._load()
@@ -56,25 +124,36 @@ class Keeper:
             self.entries.append(memory.TensorEntry(name, array.shape, offset, size))
             offset += -(-size // memory.ALIGN) * memory.ALIGN
         self.size = offset
-        self.weights_fd = memory.create_segment("tideforge-weights", self.size)
+        self.weights = self._segment("weights", self.size)
         digest = hashlib.sha256()
-        with mmap.mmap(self.weights_fd, self.size) as target:
+        with mmap.mmap(self.weights.fds[0], self.size) as target:
             for entry, (_, stored, array) in zip(self.entries, tensors, strict=True):
                 data = convert(array, stored, self.dtype).tobytes()
                 target[entry.offset : entry.offset + entry.bytes] = data
                 digest.update(f"{entry.name} {entry.shape} {self.dtype}\n".encode() + data)
-        memory.seal(self.weights_fd)
+        self.weights.publish()
         self.sha256 = digest.hexdigest()
         self.loads += 1
+
+    def _segment(self, name: str, size: int) -> Segment:
+        return Segment(name, size) if self.device == "cpu" else DeviceSegment(name, size, self.device)
 
     def answer(self, header: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         """One request -> (answer, descriptors to hand over)."""
         kind = header["type"]
         if kind == "weights":
             entries = [[e.name, list(e.shape), e.offset, e.bytes] for e in self.entries]
-            return {**self.status(), "type": "weights", "entries": entries}, [self.weights_fd]
+            return {**self.status(), "type": "weights", "entries": entries}, [self.weights.fds[-1]]
         if kind == "arena":
-            return {"type": "arena"}, [self.arena(str(header["name"]), int(header["bytes"]))]
+            return {"type": "arena"}, self.arena(str(header["name"]), int(header["bytes"])).fds
+        if kind == "fetch":
+            self.arenas[str(header["name"])].fetch(int(header["offset"]), int(header["bytes"]))
+            return {"type": "fetched"}, []
+        if kind == "fill":
+            self.arenas[str(header["name"])].fill(int(header["bytes"]), int(header["value"]))
+            return {"type": "filled"}, []
+        if kind == "intact":
+            return {"type": "intact", "intact": self.weights.restore()}, []
         if kind == "drop":
             self.drop(str(header["name"]))
             return {"type": "dropped"}, []
@@ -85,22 +164,23 @@ class Keeper:
     def status(self) -> dict[str, Any]:
         return {
             "pid": os.getpid(), "model": str(self.model), "dtype": self.dtype, "sha256": self.sha256, "bytes": self.size,
-            "loads": self.loads, "started": self.started, "arenas": {n: size for n, (_, size) in self.arenas.items()},
+            "loads": self.loads, "started": self.started, "device": self.device,
+            "arenas": {name: segment.size for name, segment in self.arenas.items()},
         }  # fmt: skip
 
-    def arena(self, name: str, size: int) -> int:
+    def arena(self, name: str, size: int) -> Segment:
         """The segment of that name; made anew when the size differs (holders of the old one keep theirs)."""
         with self._lock:
-            if name in self.arenas and self.arenas[name][1] != size:
-                os.close(self.arenas.pop(name)[0])
+            if name in self.arenas and self.arenas[name].size != size:
+                self.arenas.pop(name).close()
             if name not in self.arenas:
-                self.arenas[name] = (memory.create_segment(f"tideforge-{name}", size), size)
-            return self.arenas[name][0]
+                self.arenas[name] = self._segment(name, size)
+            return self.arenas[name]
 
     def drop(self, name: str) -> None:
         with self._lock:
             if name in self.arenas:
-                os.close(self.arenas.pop(name)[0])
+                self.arenas.pop(name).close()
 
 
 def serve(keeper: Keeper, listener: socket.socket) -> None:
@@ -128,10 +208,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="hold weights and KV memory for an endpoint")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dtype", choices=sorted(memory.ITEM_BYTES), required=True)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--state", type=Path, required=True)
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    keeper = Keeper(args.model, args.dtype)
+    keeper = Keeper(args.model, args.dtype, args.device)
     log_event(args.state, "weight_load", model=str(args.model), sha256=keeper.sha256, bytes=keeper.size)
     path = args.state / "keeper.sock"
     path.unlink(missing_ok=True)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -42,6 +44,7 @@ class Lab:
         self._keeper: socket.socket | None = None
         self._weights: protocol.Message | None = None
         self._workers: list[RemoteExecutor] = []
+        self.trusted_kernels: Path | None = None
         # Workers die with the thread that spawned them, so one long-lived thread spawns them all.
         self._spawner = ThreadPoolExecutor(1, thread_name_prefix="spawner")
 
@@ -66,7 +69,11 @@ class Lab:
     def arena(self, name: str) -> Arena:
         """The named KV arena and logits buffer, owned by the keeper."""
         request = {"type": "arena", "name": name, "bytes": self.layout.bytes}
-        return Arena(self.layout, protocol.call(self._keeper_socket(), request, START_TIMEOUT_S).fds[0])
+        fds = protocol.call(self._keeper_socket(), request, START_TIMEOUT_S).fds
+        return Arena(self.layout, fds, _Kept(self, name) if self.settings.device != "cpu" else None)
+
+    def ask_keeper(self, request: dict[str, Any]) -> None:
+        protocol.call(self._keeper_socket(), request, START_TIMEOUT_S)
 
     def spare(self, arena: Arena) -> RemoteExecutor:
         """A worker with torch imported and memory mapped, waiting for a forward."""
@@ -86,6 +93,12 @@ class Lab:
                 start_new_session=True, env=worker_environment(self.settings.threads),
             )  # fmt: skip
         worker = RemoteExecutor(process, ours, arena)
+        header, fds = self.attachment(arena)
+        protocol.send(ours, header, fds=fds)
+        return worker
+
+    def attachment(self, arena: Arena) -> tuple[dict[str, Any], tuple[int, int]]:
+        """What attaches a worker: the message, and the descriptors of weights and arena."""
         weights = self._ask_weights()
         header = {
             "type": "attach", "model": str(self.settings.model.resolve()), "dtype": self.settings.dtype,
@@ -93,8 +106,7 @@ class Lab:
             "layout": self.layout.to_dict(), "limits": vars(self.settings.limits),
             "entries": weights.header["entries"], "bytes": weights.header["bytes"],
         }  # fmt: skip
-        protocol.send(ours, header, fds=[weights.fds[0], arena.fd])
-        return worker
+        return header, (weights.fds[0], arena.worker_fd)
 
     def wait_ready(self, worker: RemoteExecutor, timeout_s: float = START_TIMEOUT_S) -> None:
         """Blocks until a spare is attached; idempotent."""
@@ -118,8 +130,22 @@ class Lab:
     ) -> float:
         """Gives a spare its forward; seconds that import and build took in the worker."""
         self.wait_ready(worker)
-        folder = forward.save(self.settings.state / "forwards")
-        return worker.stage(folder.resolve(), layers or range(self.config.num_hidden_layers), timeout_s)
+        folder = forward.save(self.settings.state / "forwards").resolve()
+        layers = layers or range(self.config.num_hidden_layers)
+        return worker.stage(folder, layers, timeout_s, self.kernels(forward), self.settings.capture_rows)
+
+    def capture(self, worker: RemoteExecutor, timeout_s: float = 60) -> float:
+        """Captures the decode graphs that the settings ask for; seconds. Nothing to do on the CPU."""
+        rows, contexts = self.settings.capture_rows, self.settings.capture_contexts
+        return worker.capture(rows, contexts, timeout_s) if rows else 0.0
+
+    def kernels(self, forward: Forward) -> Path:
+        """The folder of a forward's compiled kernels, its own; it begins with those that the trusted forward compiled."""
+        folder = (self.settings.state / "kernels" / forward.id).resolve()
+        if not folder.exists() and self.trusted_kernels is not None and self.trusted_kernels.exists():
+            shutil.copytree(self.trusted_kernels, folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
     def release(self, worker: RemoteExecutor) -> None:
         worker.close()
@@ -138,6 +164,19 @@ class Lab:
         self._spawner.shutdown()
         if self._keeper is not None:
             self._keeper.close()
+
+
+class _Kept:
+    """An arena in device memory: the keeper copies and fills."""
+
+    def __init__(self, lab: Lab, name: str) -> None:
+        self._lab, self._name = lab, name
+
+    def fetch(self, offset: int, count: int) -> None:
+        self._lab.ask_keeper({"type": "fetch", "name": self._name, "offset": offset, "bytes": count})
+
+    def fill(self, count: int, value: int) -> None:
+        self._lab.ask_keeper({"type": "fill", "name": self._name, "bytes": count, "value": value})
 
 
 def worker_environment(threads: int) -> dict[str, str]:
@@ -159,12 +198,11 @@ def connect_keeper(settings: Settings) -> socket.socket:
         fcntl.flock(lock, fcntl.LOCK_EX)
         sock = _connect(path) or _start_keeper(settings, path)
     status = protocol.call(sock, {"type": "status"}, START_TIMEOUT_S).header
-    held = (Path(status["model"]), status["dtype"])
-    if held != (settings.model.resolve(), settings.dtype):
+    held = (Path(status["model"]), status["dtype"], status["device"])
+    if held != (settings.model.resolve(), settings.dtype, settings.device):
         sock.close()
-        raise UserError(
-            str(path), f"its keeper holds {held[0]} as {held[1]}", "use another state folder, or stop it first"
-        )
+        problem = f"its keeper holds {held[0]} as {held[1]} on {held[2]}"
+        raise UserError(str(path), problem, "use another state folder, or stop it first")
     return sock
 
 
@@ -182,7 +220,7 @@ def _start_keeper(settings: Settings, path: Path) -> socket.socket:
     log = settings.state / "logs" / "keeper.log"
     command = [
         sys.executable, "-m", "tideforge.engine.keeper", "--model", str(settings.model.resolve()),
-        "--dtype", settings.dtype, "--state", str(settings.state.resolve()),
+        "--dtype", settings.dtype, "--device", settings.device, "--state", str(settings.state.resolve()),
     ]  # fmt: skip
     pid = start_detached(command, log)
     deadline = time.monotonic() + START_TIMEOUT_S
@@ -202,3 +240,9 @@ def keeper_status(state: Path) -> dict[str, Any] | None:
         return None
     with sock:
         return protocol.call(sock, {"type": "status"}, 10).header
+
+
+def end_keeper(state: Path) -> None:
+    """Ends the keeper of a state folder, if one runs, and with it weights and pages."""
+    if (status := keeper_status(state)) is not None:
+        os.kill(status["pid"], signal.SIGTERM)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import itertools
+from collections.abc import Iterator
 
 import torch
 
 from tideforge.engine.config import ModelConfig, Settings
 from tideforge.engine.contract import Context, KVGroup
-from tideforge.engine.executor import Executor, step_arrays, step_scalars
+from tideforge.engine.executor import Executor, Sampled, step_arrays, step_scalars
 from tideforge.engine.forward import ENTRY, Forward
+from tideforge.engine.runner import Runner
 from tideforge.engine.scheduler import Step
-from tideforge.engine.worker import execute
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _COUNT = itertools.count()
@@ -46,7 +47,8 @@ class LocalExecutor:
         spec.loader.exec_module(module)
         self.memory = memory
         with torch.inference_mode():
-            self.forward = module.build(self._context())
+            built = module.build(self._context())
+        self.runner = Runner(built, memory.logits, memory.group.block_size)
 
     def _context(self) -> Context:
         memory = self.memory
@@ -60,10 +62,13 @@ class LocalExecutor:
             limits=memory.settings.limits,
         )
 
-    def execute(self, step: Step) -> list[int]:
-        arrays = {name: torch.from_numpy(value) for name, value in step_arrays(step).items()}
-        tokens: list[int] = execute(self.forward, self.memory.logits, step_scalars(step), arrays).tolist()
-        return tokens
+    def execute(self, step: Step) -> Iterator[Sampled]:
+        self._halted = False
+        for tokens, more in self.runner.run(step_scalars(step), step_arrays(step), lambda: self._halted):
+            yield Sampled(tokens.tolist(), not more)
+
+    def halt(self) -> None:
+        self._halted = True
 
 
 class LocalWorkers:

@@ -6,7 +6,8 @@ import dataclasses
 import fcntl
 import mmap
 import os
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -58,34 +59,55 @@ class ArenaLayout:
         return dataclasses.asdict(self)
 
 
-class Arena:
-    """The authority's own view of an arena: it reads and poisons pages without the worker's help."""
+class Keeping(Protocol):
+    """What an arena on a device asks of the keeper, which alone copies between device and mirror."""
 
-    def __init__(self, layout: ArenaLayout, fd: int) -> None:
-        self.layout, self.fd = layout, fd
-        self._map = mmap.mmap(fd, layout.bytes)
+    def fetch(self, offset: int, count: int) -> None: ...
+    def fill(self, count: int, value: int) -> None: ...
+
+
+class Arena:
+    """The authority's own view of an arena: it reads and poisons pages without the worker's help.
+
+    `fds`: the host segment, and on a GPU the device memory that it mirrors; `keeping` then brings the mirror up to date.
+    """
+
+    def __init__(self, layout: ArenaLayout, fds: Sequence[int], keeping: Keeping | None = None) -> None:
+        self.layout, self.fds, self.keeping = layout, fds, keeping
+        self._map = mmap.mmap(fds[0], layout.bytes)
+
+    @property
+    def worker_fd(self) -> int:
+        """Where a worker's pages are."""
+        return self.fds[-1]
 
     def plane(self, layer: int, values: bool = False) -> np.ndarray:
         """Keys (or values) of a layer, [num_blocks, block_size, H_kv, D]; 16-bit floats come as uint16."""
         layout = self.layout
         dtype = np.float32 if layout.dtype == "float32" else np.uint16
-        count = int(np.prod(layout.page_shape))
         offset = (2 * layer + values) * layout.plane_bytes
-        return np.frombuffer(self._map, dtype, count, offset).reshape(layout.page_shape)
+        return self._read(offset, int(np.prod(layout.page_shape)), dtype).reshape(layout.page_shape)
 
     def logits(self, rows: int) -> np.ndarray:
         """The first `rows` rows of the logits buffer, fp32 [rows, V]."""
         count = rows * self.layout.vocab_size
-        flat = np.frombuffer(self._map, np.float32, count, self.layout.logits_offset)
-        return flat.reshape(rows, self.layout.vocab_size)
+        return self._read(self.layout.logits_offset, count, np.float32).reshape(rows, self.layout.vocab_size)
+
+    def _read(self, offset: int, count: int, dtype: type[np.generic]) -> np.ndarray:
+        if self.keeping is not None:
+            self.keeping.fetch(offset, count * np.dtype(dtype).itemsize)
+        return np.frombuffer(self._map, dtype, count, offset)
 
     def fill(self, byte: int) -> None:
         """Overwrites all pages: 0x00 for zeros, 0xFF for NaN in every float type."""
-        pages = np.frombuffer(self._map, np.uint8, 2 * self.layout.num_layers * self.layout.plane_bytes)
-        pages[:] = byte
+        count = 2 * self.layout.num_layers * self.layout.plane_bytes
+        if self.keeping is not None:
+            return self.keeping.fill(count, byte)
+        np.frombuffer(self._map, np.uint8, count)[:] = byte
 
     def close(self) -> None:
-        os.close(self.fd)
+        for fd in self.fds:
+            os.close(fd)
 
 
 def create_segment(name: str, size: int) -> int:

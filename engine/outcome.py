@@ -18,6 +18,7 @@ class Outcome(StrEnum):
     IMPORT_ERROR = "import_error"
     BUILD_ERROR = "build_error"
     FORWARD_ERROR = "forward_error"
+    CAPTURE_ERROR = "capture_error"  # the forward runs, but not under CUDA graph capture
     NOT_FINITE = "not_finite"
     WRONG = "wrong"  # an emitted token's reference logit lies below the derived bound
     NOT_RUN = "not_run"  # logits were left untouched
@@ -59,6 +60,7 @@ class Trial:
     figures: Figures | None = None
     stage_s: float = 0.0
     check_s: float = 0.0
+    capture_s: float = 0.0
     clock_s: float = 0.0
     finished_at: float | None = None
     environment: dict[str, Any] = dataclasses.field(default_factory=dict)

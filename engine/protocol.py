@@ -19,7 +19,7 @@ import numpy as np
 
 from tideforge.errors import PeerGone, PeerTimeout, ProtocolError
 
-VERSION = 1
+VERSION = 2
 MAX_HEADER = 16 << 20
 MAX_PAYLOAD = 1 << 30
 MAX_FDS = 16

@@ -12,13 +12,18 @@ def sample(logits: Tensor, temperatures: Tensor, top_ps: Tensor, seeds: Tensor, 
     temperature 0 takes the largest logit (the first of equals). A row that holds NaN gives -1: it was left untouched
     or went wrong, and no token of it may be emitted.
     """
-    largest, tokens = logits.max(dim=-1)
-    drawn = temperatures > 0
-    if bool(drawn.any()):
-        rows = drawn.nonzero().squeeze(-1)
+    tokens = greedy(logits)
+    rows = ((temperatures > 0) & (tokens >= 0)).nonzero().squeeze(-1)
+    if len(rows):
         uniform = counter_uniform(seeds[rows], positions[rows])
         tokens[rows] = draw(logits[rows], temperatures[rows], top_ps[rows], uniform)
-    return torch.where(torch.isnan(largest), torch.full_like(tokens, -1), tokens)
+    return tokens
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """logits [N, V] -> tokens [N] int64: `sample` at temperature 0. It can be captured: nothing depends on the values."""
+    largest, tokens = logits.max(dim=-1)
+    return torch.where(torch.isnan(largest), -1, tokens)
 
 
 def draw(logits: Tensor, temperatures: Tensor, top_ps: Tensor, uniform: Tensor) -> Tensor:

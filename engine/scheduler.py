@@ -1,6 +1,8 @@
 """Continuous batching with chunked prefill, prefix reuse and preemption by recompute. Pure Python and numpy.
 
-One step at a time: `schedule` plans a step, an executor runs it, `commit` takes its tokens (or `discard` drops it).
+One step at a time: `schedule` plans a step, an executor runs it, `commit` takes its tokens (or `discard` drops it). A
+step of decodes may be planned to run several times in one go; blocks that it may still write are never given away, since
+nothing is allocated while a step is open.
 Several forwards share one pool, and each sequence is only ever run by the forward that began it.
 """
 
@@ -57,7 +59,8 @@ class Step:
     """Arrays as in contract.Batch (numpy), then one entry a logits row [N]: how to sample, and for whom.
 
     Rows with one query token that want logits count as decodes and come first. `sample_positions` is where in its
-    sequence the sampled token will stand.
+    sequence the sampled token will stand. A step of decodes alone may be run up to `num_steps` times in one go, each time
+    on the tokens that the last one sampled: its block tables have room for them, and no row ends earlier by its length.
     """
 
     forward: str
@@ -77,6 +80,7 @@ class Step:
     max_query_len: int
     max_seq_len: int
     request_ids: tuple[str, ...]
+    num_steps: int = 1
 
 
 class Flight:
@@ -153,6 +157,11 @@ class Scheduler:
         return bool(self._live) if forward is None else bool(self._waiting.get(forward) or self._running.get(forward))
 
     @property
+    def is_open(self) -> bool:
+        """Whether a step is under way: planned, and neither committed to its end nor discarded."""
+        return self._pending is not None
+
+    @property
     def num_running(self) -> int:
         return sum(map(len, self._running.values()))
 
@@ -180,9 +189,25 @@ class Scheduler:
         if not plan:
             return None
         plan.sort(key=lambda entry: (entry[1] > 1 or entry[0].remaining > 1, entry[0].arrival))
-        step = build_step(forward, plan, self.pool.block_size)
+        step = build_step(forward, plan, self.pool.block_size, self._run_ahead(plan))
         self._pending = (step, plan)
         return step
+
+    def _run_ahead(self, plan: Plan) -> int:
+        """How often a plan of decodes may run in one go: until a row ends by its length, while blocks are free."""
+        if any(sequence.remaining > 1 for sequence, _ in plan):
+            return 1
+        num_steps = min([self.limits.decode_steps, *(s.request.max_tokens - s.emitted for s, _ in plan)])
+        while num_steps > 1 and sum(self._missing(s, num_steps) for s, _ in plan) > self.pool.num_free:
+            num_steps -= 1
+        for sequence, _ in plan:
+            if (missing := self._missing(sequence, num_steps)) > 0:
+                sequence.blocks += self.pool.allocate(missing)
+        return num_steps
+
+    def _missing(self, sequence: Flight, count: int) -> int:
+        """Blocks that `count` more tokens need beyond those it has (never below 0)."""
+        return max(0, self.pool.blocks_for(sequence.computed + count) - len(sequence.blocks))
 
     def _plan_running(self, forward: str, plan: Plan) -> int:
         """Decodes first, then prefills under way, oldest first. Returns what is left of the token budget."""
@@ -197,7 +222,7 @@ class Scheduler:
 
     def _make_room(self, sequence: Flight, count: int, plan: Plan) -> bool:
         """Gives `sequence` blocks for `count` more tokens, preempting the youngest. False when that is itself."""
-        needed = self.pool.blocks_for(sequence.computed + count) - len(sequence.blocks)
+        needed = self._missing(sequence, count)
         while needed > self.pool.num_free:
             victim = max(itertools.chain.from_iterable(self._running.values()), key=lambda s: s.arrival)
             self._preempt(victim)
@@ -250,15 +275,21 @@ class Scheduler:
 
     # results
 
-    def commit(self, step: Step, tokens: Sequence[int]) -> list[TokenEvent]:
-        """Takes the step's N tokens. Raises CandidateError("not_finite") and changes nothing when one is negative."""
+    def commit(self, step: Step, tokens: Sequence[int], last: bool = True) -> list[TokenEvent]:
+        """Takes the N tokens of one run of the step; the last one closes it.
+
+        Raises CandidateError("not_finite") when one is negative: the step is closed and its tokens are not taken.
+        """
         plan = self._close(step)
         if len(tokens) != len(step.request_ids):
             raise ValueError(f"{len(tokens)} tokens for {len(step.request_ids)} rows")
-        for request_id, token in zip(step.request_ids, tokens, strict=True):
-            if token < 0:
-                raise CandidateError("not_finite", f"logits of request {request_id} hold NaN or were not written")
         sampled = dict(zip(step.request_ids, tokens, strict=True))
+        for sequence, _ in plan:
+            if self._is_live(sequence) and sampled.get(sequence.request.id, 0) < 0:
+                message = f"logits of request {sequence.request.id} hold NaN or were not written"
+                raise CandidateError("not_finite", message)
+        if not last:
+            self._pending = (step, plan)
         return list(self._advance(plan, sampled))
 
     def discard(self, step: Step) -> None:
@@ -274,8 +305,8 @@ class Scheduler:
     def _advance(self, plan: Plan, sampled: dict[str, int]) -> Iterator[TokenEvent]:
         for sequence, count in plan:
             request = sequence.request
-            if self._live.get(request.id) is not sequence:
-                continue  # aborted while the step ran
+            if not self._is_live(sequence):
+                continue  # aborted while the step ran, or ended by a stop token
             sequence.computed += count
             self._publish(sequence)
             if sequence.remaining > 0:
@@ -287,6 +318,9 @@ class Scheduler:
             if finish:
                 self._remove(sequence)
             yield TokenEvent(request.id, token, sequence.emitted - 1, finish, sequence.cached_tokens or 0)
+
+    def _is_live(self, sequence: Flight) -> bool:
+        return self._live.get(sequence.request.id) is sequence
 
     def _publish(self, sequence: Flight) -> None:
         size = self.pool.block_size
@@ -308,7 +342,7 @@ class Scheduler:
         sequence.blocks = []
 
 
-def build_step(forward: str, plan: Plan, block_size: int) -> Step:
+def build_step(forward: str, plan: Plan, block_size: int, num_steps: int = 1) -> Step:
     """Lays a plan out as arrays with the shapes and dtypes of contract.Batch."""
     counts = [count for _, count in plan]
     ends = np.cumsum([0, *counts])
@@ -320,7 +354,7 @@ def build_step(forward: str, plan: Plan, block_size: int) -> Step:
     blocks = tables[rows, positions // block_size].astype(np.int64)
     sampled = [(row, s) for row, (s, n) in enumerate(plan) if n == s.remaining]
     sampling = [s.request.sampling for _, s in sampled]
-    longest = max(s.computed + n for s, n in plan)
+    longest = max(s.computed + n for s, n in plan) + num_steps - 1
     num_decodes = sum(1 for s, n in plan if n == s.remaining == 1)
     return Step(
         forward=forward,
@@ -340,4 +374,5 @@ def build_step(forward: str, plan: Plan, block_size: int) -> Step:
         max_query_len=max(counts),
         max_seq_len=1 << (longest - 1).bit_length(),
         request_ids=tuple(s.request.id for _, s in sampled),
+        num_steps=num_steps,
     )

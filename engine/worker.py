@@ -11,41 +11,46 @@ import importlib.util
 import mmap
 import os
 import resource
+import select
 import socket
 import sys
 import time
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from tideforge.engine import contract, memory, protocol, sampler
+from tideforge.engine import contract, memory, protocol
 from tideforge.engine import device as device_memory
 from tideforge.engine.guard import die_with_parent
+from tideforge.engine.runner import Runner, last_line
 from tideforge.errors import CandidateError, PeerGone
 
 MAX_OUTPUT_BYTES = 16 << 20
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def map_tensors(fd: int, size: int, entries: list[list[Any]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights by checkpoint name, on read-only pages: a store is a SIGSEGV."""
-    pages = memory.map_read_only(fd, size)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return {
-            name: torch.frombuffer(pages, dtype=dtype, count=count // dtype.itemsize, offset=offset).reshape(shape)
-            for name, shape, offset, count in entries
-        }
+def map_weights(
+    fd: int, size: int, entries: list[list[Any]], dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """The weights by checkpoint name, on read-only pages: a store is a SIGSEGV, or an illegal access on a GPU."""
+    if device.type == "cpu":
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            pages = torch.frombuffer(memory.map_read_only(fd, size), dtype=torch.uint8)
+    else:
+        pages = device_memory.attach(fd, size, device, writable=False)
+    return {name: pages[at : at + count].view(dtype).reshape(shape) for name, shape, at, count in entries}
 
 
 def map_arena(fd: int, layout: memory.ArenaLayout, device: torch.device) -> tuple[contract.KVGroup, Tensor]:
     """The KV group and the logits buffer [max_logits, V] of an arena."""
-    pages = device_memory.mapped(torch.frombuffer(mmap.mmap(fd, layout.bytes), dtype=torch.uint8), device)
+    if device.type == "cpu":
+        pages = torch.frombuffer(mmap.mmap(fd, layout.bytes), dtype=torch.uint8)
+    else:
+        pages = device_memory.attach(fd, layout.bytes, device, writable=True)
     planes = [
         pages[at : at + layout.plane_bytes].view(_DTYPES[layout.dtype]).reshape(layout.page_shape)
         for at in range(0, 2 * layout.num_layers * layout.plane_bytes, layout.plane_bytes)
@@ -67,20 +72,14 @@ def load_forward(folder: Path, ctx: contract.Context) -> contract.ForwardFn:
     except SyntaxError as error:
         raise CandidateError("syntax_error", f"{error.msg} ({error.filename}, line {error.lineno})") from error
     except Exception as error:
-        raise CandidateError("import_error", _last_line(error)) from error
+        raise CandidateError("import_error", last_line(error)) from error
     try:
         with torch.inference_mode():
             return module.build(ctx)  # type: ignore[no-any-return]
     except (MemoryError, torch.OutOfMemoryError) as error:
-        raise CandidateError("out_of_memory", _last_line(error)) from error
+        raise CandidateError("out_of_memory", last_line(error)) from error
     except Exception as error:
-        raise CandidateError("build_error", _last_line(error)) from error
-
-
-def _last_line(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"[:500]
+        raise CandidateError("build_error", last_line(error)) from error
 
 
 class Worker:
@@ -88,10 +87,13 @@ class Worker:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.forward: contract.ForwardFn | None = None
+        self.runner: Runner | None = None
 
     def run(self) -> None:
-        handlers = {"attach": self.attach, "stage": self.stage, "step": self.step}
+        handlers = {
+            "attach": self.attach, "stage": self.stage, "capture": self.capture,
+            "step": self.step, "halt": self.halt,
+        }  # fmt: skip
         while True:
             try:
                 message = protocol.recv(self.sock)
@@ -113,8 +115,9 @@ class Worker:
         self.config = contract.ModelConfig.load(Path(head["model"]))
         self.limits = contract.Limits(**head["limits"])
         self.device = torch.device(head["device"])
-        weights = map_tensors(message.fds[0], head["bytes"], head["entries"], self.dtype)
-        self.weights = {name: weight.to(self.device) for name, weight in weights.items()}  # on the CPU: no copy
+        if self.device.type != "cpu":
+            device_memory.prepare(self.device)
+        self.weights = map_weights(message.fds[0], head["bytes"], head["entries"], self.dtype, self.device)
         self.group, self.logits = map_arena(message.fds[1], self.layout, self.device)
         for fd in message.fds:
             os.close(fd)
@@ -122,6 +125,7 @@ class Worker:
 
     def stage(self, message: protocol.Message) -> None:
         begin = time.perf_counter()
+        os.environ["TRITON_CACHE_DIR"] = os.environ["TORCHINDUCTOR_CACHE_DIR"] = message.header["kernels"]
         ctx = contract.Context(
             config=dataclasses.replace(self.config),
             weights=self.weights,
@@ -130,46 +134,30 @@ class Worker:
             kv_groups=(self.group,),
             layer_range=range(*message.header["layers"]),
             limits=self.limits,
+            capture_sizes=tuple(message.header["capture_rows"]),
         )
-        self.forward = load_forward(Path(message.header["folder"]), ctx)
+        forward = load_forward(Path(message.header["folder"]), ctx)
+        self.runner = Runner(forward, self.logits, self.layout.block_size)
         protocol.send(self.sock, {"type": "staged", "seconds": time.perf_counter() - begin})
 
+    def capture(self, message: protocol.Message) -> None:
+        assert self.runner is not None
+        begin, head = time.perf_counter(), message.header
+        self.runner.capture(head["rows"], head["contexts"])
+        protocol.send(self.sock, {"type": "captured", "seconds": time.perf_counter() - begin})
+
     def step(self, message: protocol.Message) -> None:
-        arrays = {name: torch.from_numpy(value.copy()).to(self.device) for name, value in message.arrays.items()}
-        tokens = execute(self.forward, self.logits, message.header, arrays)
-        protocol.send(self.sock, {"type": "tokens"}, {"tokens": tokens})
+        assert self.runner is not None
+        for tokens, more in self.runner.run(message.header, message.arrays, self._halted):
+            protocol.send(self.sock, {"type": "tokens", "more": more}, {"tokens": tokens})
 
+    def _halted(self) -> bool:
+        """Whether the authority asks for an early end of the step that runs: nothing else can come meanwhile."""
+        readable, _, _ = select.select([self.sock], [], [], 0)
+        return bool(readable) and protocol.recv(self.sock).type == "halt"
 
-def execute(forward: Any, buffer: Tensor, head: dict[str, Any], arrays: dict[str, Tensor]) -> np.ndarray:
-    """Runs one step: logits rows start as NaN, so that rows left untouched are seen; then the engine samples. -> [N]."""
-    rows = arrays["logits_indices"].shape[0]
-    logits = buffer[:rows]
-    logits.fill_(float("nan"))
-    batch = contract.Batch(
-        input_ids=arrays["input_ids"],
-        positions=arrays["positions"],
-        slot_mapping=(arrays["slot_mapping"],),
-        block_tables=(arrays["block_tables"],),
-        seq_lens=arrays["seq_lens"],
-        query_start_loc=arrays["query_start_loc"],
-        logits_indices=arrays["logits_indices"],
-        logits=logits,
-        num_decodes=head["num_decodes"],
-        num_prefills=head["num_prefills"],
-        max_query_len=head["max_query_len"],
-        max_seq_len=head["max_seq_len"],
-    )
-    try:
-        with torch.inference_mode():
-            forward(batch)
-            sampled = sampler.sample(
-                buffer[:rows], arrays["temperatures"], arrays["top_ps"], arrays["seeds"], arrays["sample_positions"]
-            )
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise CandidateError("out_of_memory", _last_line(error)) from error
-    except Exception as error:
-        raise CandidateError("forward_error", _last_line(error)) from error
-    return sampled.cpu().numpy()
+    def halt(self, message: protocol.Message) -> None:
+        """It came too late: the step is over."""
 
 
 def main() -> None:

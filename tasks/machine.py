@@ -12,6 +12,8 @@ from tideforge.errors import UserError
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.incumbent import first_forward
 
+GPU_DECODE_STEPS = 64  # a run ends sooner when a request comes
+
 
 def worker_cpus() -> tuple[int, ...]:
     """The measuring worker has the last core to itself, where there are two or more."""
@@ -67,21 +69,38 @@ def settings_for(endpoint: Endpoint) -> Settings:
         value = command.whole(flag)
         return fallback if value is None else value
 
+    device = device_for(endpoint)
+    limits = Limits(
+        max_num_seqs=number("--max-num-seqs", default.max_num_seqs),
+        max_num_batched_tokens=number("--max-num-batched-tokens", default.max_num_batched_tokens),
+        max_model_len=number("--max-model-len", default.max_model_len),
+        decode_steps=1 if device == "cpu" else GPU_DECODE_STEPS,
+    )
     return Settings(
         state=endpoint.state.resolve(),
         model=endpoint.model.resolve(),
         dtype=endpoint.precision,
-        limits=Limits(
-            max_num_seqs=number("--max-num-seqs", default.max_num_seqs),
-            max_num_batched_tokens=number("--max-num-batched-tokens", default.max_num_batched_tokens),
-            max_model_len=number("--max-model-len", default.max_model_len),
-        ),
+        limits=limits,
         block_size=number("--block-size", 16),
         num_blocks=number("--num-blocks", 512),
         threads=number("--threads", 1),
-        device=device_for(endpoint),
-        worker_cpus=worker_cpus(),
+        device=device,
+        worker_cpus=worker_cpus() if device == "cpu" else (),
+        capture_rows=() if device == "cpu" else graph_rows(limits.max_num_seqs),
+        capture_contexts=() if device == "cpu" else graph_contexts(limits.max_model_len),
     )
+
+
+def graph_rows(max_num_seqs: int) -> tuple[int, ...]:
+    """Batch sizes to capture: 1, 2, 4, then every 8 up to 64, then every 32; always the largest."""
+    sizes = {1, 2, 4, *range(8, 65, 8), *range(96, max_num_seqs, 32), max_num_seqs}
+    return tuple(sorted(size for size in sizes if size <= max_num_seqs))
+
+
+def graph_contexts(max_model_len: int) -> tuple[int, ...]:
+    """Longest contexts to capture: 1,024 tokens, where attention needs few splits, and all that a request may have."""
+    longest = 1 << (max_model_len - 1).bit_length()
+    return tuple(sorted({min(1024, longest), longest}))
 
 
 def floor_figures(endpoint: Endpoint) -> tuple[float, int]:

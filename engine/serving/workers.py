@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
 from tideforge.engine.config import Settings
 from tideforge.engine.events import log_event
-from tideforge.engine.executor import Executor, RemoteExecutor
+from tideforge.engine.executor import Executor, RemoteExecutor, Sampled
 from tideforge.engine.forward import Forward
 from tideforge.engine.lab import Lab
 from tideforge.errors import CandidateError, TideforgeError
@@ -126,5 +127,8 @@ class Fleet:
 class Dead:
     """Stands for a worker that could not be started again; using it fails, which tries a start again."""
 
-    def execute(self, step: object) -> list[int]:
+    def execute(self, step: object) -> Iterable[Sampled]:
         raise CandidateError("exited", "the worker is gone")
+
+    def halt(self) -> None:
+        pass

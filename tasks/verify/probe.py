@@ -13,7 +13,7 @@ import numpy as np
 from tideforge.engine.blocks import BlockPool
 from tideforge.engine.compare import Bounds
 from tideforge.engine.core import EngineCore
-from tideforge.engine.executor import Executor
+from tideforge.engine.executor import Executor, Sampled
 from tideforge.engine.memory import Arena
 from tideforge.engine.reference import Reference
 from tideforge.engine.scheduler import Request, SchedulerLimits, Step
@@ -43,12 +43,15 @@ class Recorder:
         self.rows: dict[str, list[Row]] = {}
         self.violations: list[str] = []
 
-    def execute(self, step: Step) -> list[int]:
+    def execute(self, step: Step) -> list[Sampled]:
         before = [plane.copy() for plane in self._planes()] if self.guard else []
-        tokens = self.inner.execute(step)
+        [sampled] = self.inner.execute(step)  # a probe's core plans one step at a time: every logits row is read
         if self.guard:
             self._compare(step, before)
-        return self._record(step, tokens)
+        return [Sampled(self._record(step, sampled.tokens))]
+
+    def halt(self) -> None:
+        pass
 
     def _planes(self) -> list[np.ndarray]:
         layers = range(self.arena.layout.num_layers)
@@ -67,7 +70,7 @@ class Recorder:
                     f"layer {index // 2} {name}: slot {slot} was written, {int(changed.sum())} in all"
                 )
 
-    def _record(self, step: Step, tokens: list[int]) -> list[int]:
+    def _record(self, step: Step, tokens: Sequence[int]) -> list[int]:
         logits = self.arena.logits(len(tokens)).copy()
         row_of = {int(step.query_start_loc[b + 1]) - 1: b for b in range(len(step.seq_lens))}
         answer = []
@@ -96,7 +99,8 @@ class Probe:
 
     def core(self, recorder: Executor, num_blocks: int | None = None, prefix_cache: bool = False) -> EngineCore:
         layout = self.arena.layout
-        core = EngineCore(self.limits, BlockPool(num_blocks or layout.num_blocks, layout.block_size, prefix_cache))
+        limits = dataclasses.replace(self.limits, decode_steps=1)
+        core = EngineCore(limits, BlockPool(num_blocks or layout.num_blocks, layout.block_size, prefix_cache))
         core.attach(self.forward, recorder)
         return core
 

@@ -7,6 +7,7 @@ import pytest
 from tideforge.engine.blocks import BlockPool
 from tideforge.engine.config import Limits
 from tideforge.engine.core import EngineCore
+from tideforge.engine.executor import Sampled
 from tideforge.engine.scheduler import Request, Step, TokenEvent
 from tideforge.errors import CandidateError, PeerGone, UserError
 
@@ -19,11 +20,14 @@ class Counting:
     def __init__(self, fail_at: int = 1 << 30, token: int | None = None) -> None:
         self.steps, self.fail_at, self.token = 0, fail_at, token
 
-    def execute(self, step: Step) -> list[int]:
+    def execute(self, step: Step) -> list[Sampled]:
         self.steps += 1
         if self.steps >= self.fail_at:
             raise PeerGone("worker died")
-        return [int(p) if self.token is None else self.token for p in step.sample_positions]
+        return [Sampled([int(p) if self.token is None else self.token for p in step.sample_positions])]
+
+    def halt(self) -> None:
+        pass
 
 
 def drain(core: EngineCore) -> list[TokenEvent]:
@@ -44,7 +48,7 @@ def test_two_forwards_take_turns() -> None:
     order: list[str] = []
 
     class Noting(Counting):
-        def execute(self, step: Step) -> list[int]:
+        def execute(self, step: Step) -> list[Sampled]:
             order.append(step.forward)
             return super().execute(step)
 

@@ -10,6 +10,7 @@ from tideforge.engine import measure
 from tideforge.engine.blocks import BlockPool
 from tideforge.engine.config import Limits
 from tideforge.engine.core import EngineCore
+from tideforge.engine.executor import Sampled
 
 
 class Counting:
@@ -20,7 +21,10 @@ class Counting:
 
     def execute(self, step):
         self.steps += 1
-        return [self.steps] * len(step.request_ids)
+        return [Sampled([self.steps] * len(step.request_ids))]
+
+    def halt(self):
+        pass
 
 
 def side(name: str = "f") -> measure.Side:

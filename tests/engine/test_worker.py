@@ -69,7 +69,7 @@ def test_a_killed_worker_is_seen_as_its_signal(lab, plain):
     worker = lab.spawn(plain, lab.arena("w"))
     os.kill(worker.pid, signal.SIGKILL)
     with pytest.raises(CandidateError, match="SIGKILL"):
-        worker.stage(lab.settings.state / "forwards" / plain.id, range(2), 5)
+        lab.stage(worker, plain, timeout_s=5)
     lab.release(worker)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    y = x.float()
-    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * y.to(x.dtype)
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def rotary_tables(config: ModelConfig, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -50,7 +48,10 @@ def sequences(batch: Batch, block_size: int) -> list[Span]:
 
 
 def attention(q: Tensor, keys: Tensor, values: Tensor, spans: list[Span]) -> Tensor:
-    """q [T, heads, D] over the paged keys and values [num_blocks, block_size, kv_heads, D], one sequence at a time."""
+    """q [T, heads, D] over the paged keys and values [num_blocks, block_size, kv_heads, D], one sequence at a time.
+
+    The plain version: it asks the host for lengths. On a GPU paged_attention.py does the same without it.
+    """
     out = torch.empty_like(q)
     for rows, blocks, length, mask in spans:
         k = keys[blocks].flatten(0, 1)[:length].transpose(0, 1)
@@ -72,13 +73,18 @@ class Layer:
         self.v_proj, self.o_proj = weight("self_attn.v_proj"), weight("self_attn.o_proj")
         self.gate_proj, self.up_proj = weight("mlp.gate_proj"), weight("mlp.up_proj")
         self.down_proj = weight("mlp.down_proj")
+        self.attention: Any = attention
+        if ctx.device.type == "cuda":
+            from paged_attention import paged_attention  # type: ignore[import-not-found]  # the forward's own file
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, spans: list[Span]) -> Tensor:
+            self.attention = paged_attention
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, spans: list[Span] | Batch) -> Tensor:
         eps = self.config.rms_norm_eps
         x = x + self.attend(rms_norm(x, self.input_norm, eps), cos, sin, slots, spans)
         return x + self.mlp(rms_norm(x, self.post_norm, eps))
 
-    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, spans: list[Span]) -> Tensor:
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, spans: list[Span] | Batch) -> Tensor:
         dim = self.config.head_dim
         q = F.linear(x, self.q_proj).unflatten(-1, (-1, dim))
         k = F.linear(x, self.k_proj).unflatten(-1, (-1, dim))
@@ -86,7 +92,7 @@ class Layer:
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         self.keys.flatten(0, 1).index_copy_(0, slots, k)
         self.values.flatten(0, 1).index_copy_(0, slots, v)
-        return F.linear(attention(q, self.keys, self.values, spans).flatten(1), self.o_proj)
+        return F.linear(self.attention(q, self.keys, self.values, spans).flatten(1), self.o_proj)
 
     def mlp(self, x: Tensor) -> Tensor:
         return F.linear(F.silu(F.linear(x, self.gate_proj)) * F.linear(x, self.up_proj), self.down_proj)
@@ -105,7 +111,7 @@ class Llama:
     def __call__(self, batch: Batch) -> None:
         x = F.embedding(batch.input_ids, self.embedding)
         cos, sin = self.cos[batch.positions, None], self.sin[batch.positions, None]
-        spans = sequences(batch, self.block_size)
+        spans = batch if batch.positions.is_cuda else sequences(batch, self.block_size)
         for layer in self.layers:
             x = layer(x, cos, sin, batch.slot_mapping[0], spans)
         x = rms_norm(x[batch.logits_indices], self.norm, self.config.rms_norm_eps)

@@ -1,0 +1,87 @@
+"""`python -m tideforge.engine.bench PART`: measures the engine. Tables first, one JSON object as the last line."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tideforge.engine import random_weights
+from tideforge.engine.bench import decode
+from tideforge.engine.config import Limits, Settings
+from tideforge.engine.forward import Forward
+from tideforge.engine.lab import Lab, end_keeper
+
+MODELS = Path(__file__).parents[1] / "models"
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What a part runs at: the real one on a GPU, a small one on the CPU."""
+
+    shape: str
+    dtype: str
+    users: tuple[int, ...]
+    prompts: tuple[int, ...]  # tokens, one a number of users
+    output: int
+
+
+GPU = Size("llama-3.2-1b", "bfloat16", (1, 64), (32, 512), 128)
+CPU = Size("llama-tiny", "float32", (1, 4), (8, 16), 16)
+
+
+def settings(size: Size, state: Path, device: str, model: Path) -> Settings:
+    cuda = device == "cuda"
+    return Settings(
+        state=state, model=model, dtype=size.dtype, device=device, num_blocks=4096 if cuda else 128,
+        limits=Limits(max(size.users), 4096, 2048, decode_steps=64),
+        capture_rows=size.users if cuda else (), capture_contexts=(256, 1024) if cuda else (),
+    )  # fmt: skip
+
+
+def part_decode(size: Size, state: Path, device: str) -> dict[str, Any]:
+    model = random_weights.write(state / "model", size.shape, device=device)
+    forward = Forward.load(MODELS / "llama")
+    figures = {}
+    with contextlib.closing(Lab(settings(size, state, device, model))) as lab:
+        for users, prompt in zip(size.users, size.prompts, strict=True):
+            found = decode.rates(lab, forward, users, prompt, size.output)
+            figures[f"users_{users}"] = {**dataclasses.asdict(found), "share": found.share}
+            print(
+                f"{users:4d} users, {prompt} + {size.output} tokens: engine {found.engine_tps:9.1f} tokens/s, its decodes "
+                f"{found.engine_decode_tps:9.1f}, bare replays {found.bare_tps:9.1f}, share {found.share:.3f}"
+            )
+    return figures
+
+
+PARTS: Mapping[str, Callable[[Size, Path, str], dict[str, Any]]] = {"decode": part_decode}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=sorted(PARTS))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--state", type=Path, help="folder for model and state; a temporary one if absent")
+    args = parser.parse_args()
+    size = GPU if args.device == "cuda" else CPU
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="tideforge-bench-") as folder:
+        state = args.state or Path(folder)
+        try:
+            figures = PARTS[args.part](size, state.resolve(), args.device)
+        finally:
+            end_keeper(state)
+    seconds = round(time.perf_counter() - begin, 1)
+    print(json.dumps({"part": args.part, "device": args.device, "shape": size.shape, "seconds": seconds, **figures}))
+
+
+if __name__ == "__main__":
+    main()
