@@ -91,13 +91,18 @@ def _config(layers: int) -> dict[str, Any]:
 def _write(folder: Path, config: Mapping[str, Any], weights: dict[str, np.ndarray]) -> Path:
     from safetensors.numpy import save_file
 
+    write_form(folder, config)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def write_form(folder: Path, config: Mapping[str, Any]) -> None:
+    """All of a checkpoint but its weights: config.json and the byte tokenizer. Makes the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
     special = {"bos_token": SPECIALS[1], "eos_token": SPECIALS[2], "chat_template": CHAT_TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(special, indent=1))
-    return folder
 
 
 def byte_tokenizer() -> dict[str, Any]:
