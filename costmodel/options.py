@@ -8,7 +8,9 @@ from tideforge.costmodel.shapes import ModelShape
 from tideforge.errors import UserError
 
 DTYPES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "bf16", "half": "bf16"}
-# What an engine does where the command is silent; read from the engines' documentation, they change between versions.
+# What is assumed where the command is silent. For other engines these are starting points of about the right size, checked against
+# no version: theirs depend on it, on the GPU and on how they are started. tideforge's two limits are those of its own server; its
+# share of memory is assumed like the others.
 DEFAULT_SEQS = {"vllm": 1024, "sglang": 4096, "trtllm": 2048, "tideforge": 16}
 DEFAULT_TOKENS = {"vllm": 8192, "sglang": 8192, "trtllm": 8192, "tideforge": 512}
 DEFAULT_SHARE = {"vllm": 0.9, "sglang": 0.88, "trtllm": 0.9, "tideforge": 0.9}

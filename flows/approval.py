@@ -67,10 +67,14 @@ def supersede(night: Handle) -> list[str]:
     from prefect.states import Cancelled
 
     waiting = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PAUSED])))
+    same = (night["endpoint"], runtime.flow_run.parameters.get("state"))
     gone: list[str] = []
     with get_client(sync_client=True) as client:
         for other in client.read_flow_runs(flow_run_filter=waiting):
-            if str(other.id) != str(runtime.flow_run.id) and other.parameters.get("endpoint") == night["endpoint"]:
+            if (
+                str(other.id) != str(runtime.flow_run.id)
+                and tuple(map(other.parameters.get, ("endpoint", "state"))) == same
+            ):
                 client.set_flow_run_state(other.id, Cancelled(message=f"superseded by run {night['run']}"), force=True)
                 gone.append(str(other.id))
     return gone

@@ -44,11 +44,15 @@ def node(module: str, function: str) -> Any:
 
 
 @task(**STORED)
-def start_run(endpoint: str, run: str | None, reason: str, traffic: str | None, approve: Approval) -> Handle:
+def start_run(
+    endpoint: str, run: str | None, reason: str, traffic: str | None, approve: Approval, state: str | None
+) -> Handle:
     from tideforge.tasks.live import check_server
     from tideforge.tasks.night import check_mlflow, open_night
 
     loaded = Endpoint.load(Path(endpoint))
+    if state:
+        loaded = loaded.model_copy(update={"state": Path(state)})
     if loaded.tracking_uri:
         check_mlflow(loaded.tracking_uri)
     if approve != "no":
@@ -136,13 +140,14 @@ def recompile(
     reason: str = "by hand",
     approve: Approval = "form",
     traffic: str | None = None,
+    state: str | None = None,
 ) -> Handle:
     """One night: from the traffic log to a release that a person has approved.
 
     `endpoint` is the path of its file. `traffic` replaces the endpoint's logs: after drift, the rows that drifted.
-    `approve` "no": the night ends with the verdict, and needs no server.
+    `approve` "no": the night ends with the verdict, and needs no server. `state` replaces the endpoint's state folder.
     """
-    night = start_run(endpoint, run, reason, traffic, approve)
+    night = start_run(endpoint, run, reason, traffic, approve, state)
     requests = ingest(night)
     shapes = profile(night, requests)
     load = workload(night, shapes)

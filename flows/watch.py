@@ -15,11 +15,12 @@ EVENT = "tideforge.drift.detected"
 
 
 @task(cache_policy=NO_CACHE)
-def look(endpoint: str) -> dict[str, Any]:
+def look(endpoint: str, state: str | None) -> dict[str, Any]:
     """Reads rows newer than the last profile, compares, writes <state>/drift/<time>.json."""
     from tideforge.tasks.drift import look as compare
 
-    return compare(Endpoint.load(Path(endpoint)))
+    loaded = Endpoint.load(Path(endpoint))
+    return compare(loaded.model_copy(update={"state": Path(state)}) if state else loaded)
 
 
 @task(cache_policy=NO_CACHE)
@@ -33,8 +34,8 @@ def announce(decision: dict[str, Any]) -> None:
 
 
 @flow(name="watch", persist_result=True, result_serializer="json")
-def watch(endpoint: str) -> dict[str, Any]:
-    decision = look(endpoint)
+def watch(endpoint: str, state: str | None = None) -> dict[str, Any]:
+    decision = look(endpoint, state)
     if decision["recompile"]:
         announce(decision)
     return decision

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tideforge.flows.commands.options import STATE, load
+
 if TYPE_CHECKING:
     from tideforge.tasks.endpoint import Endpoint
     from tideforge.tasks.store import Manifest, Run
@@ -34,10 +36,11 @@ NODES = {
 @click.option(
     "--endpoint", "endpoint_file", type=click.Path(path_type=Path), required=True, help="endpoint file (YAML)"
 )
+@STATE
 @click.option("--run", "run_id", required=True, help="the night; a new id begins a new one (node ingest)")
 @click.option("--again", is_flag=True, help="also when it is done: its manifest is set aside as NAME.json.old first")
 @click.option("--json", "as_json", is_flag=True, help="print the manifest as one JSON object")
-def node(name: str, endpoint_file: Path, run_id: str, again: bool, as_json: bool) -> None:
+def node(name: str, endpoint_file: Path, state: Path | None, run_id: str, again: bool, as_json: bool) -> None:
     """Run one node of a night alone.
 
     A node reads the manifests of the nodes before it in <state>/runs/RUN/ and writes its own last. One whose manifest is
@@ -48,10 +51,9 @@ def node(name: str, endpoint_file: Path, run_id: str, again: bool, as_json: bool
     tideforge node profile --endpoint my.yaml --run test
     tideforge node verify --endpoint my.yaml --run 20261130-020000-1f2e --again
     """
-    from tideforge.tasks.endpoint import Endpoint
     from tideforge.tasks.night import find_run, open_night
 
-    endpoint = Endpoint.load(endpoint_file)
+    endpoint = load(endpoint_file, state)
     run = open_night(endpoint, run_id, "by hand") if name == "ingest" else find_run(run_id, endpoint)
     module, function, manifest_name = NODES[name]
     stored = run.folder / f"{manifest_name}.json"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from tideforge.flows.commands.options import STATE, load
+
 if TYPE_CHECKING:
-    from tideforge.flows.approval import Approval
     from tideforge.tasks.endpoint import Endpoint
 
 FILE = click.option(
@@ -23,9 +24,12 @@ LOCAL = click.option("--local", is_flag=True, help="in this process, not through
 @FILE
 @click.option("--run", "run_id", help="resume this run: nodes that have finished are not run again")
 @click.option("--reason", default="by hand", show_default=True, help="kept in the run's record")
+@STATE
 @LOCAL
 @click.option("--no-ship", is_flag=True, help="end after verification: needs no server, and releases nothing")
-def recompile(endpoint_file: Path, run_id: str | None, reason: str, local: bool, no_ship: bool) -> None:
+def recompile(
+    endpoint_file: Path, run_id: str | None, reason: str, state: Path | None, local: bool, no_ship: bool
+) -> None:
     """Run the whole night for an endpoint: from the traffic log to a release that a person has approved.
 
     Where a Prefect server is up (`tideforge up`, or PREFECT_API_URL), the night runs through the deployment: it leaves
@@ -42,11 +46,10 @@ def recompile(endpoint_file: Path, run_id: str | None, reason: str, local: bool,
     tideforge recompile --endpoint deployments/endpoints/smollm2-cpu.yaml
     tideforge recompile --endpoint my.yaml --local --run 20261130-020000-1f2e
     """
-    from tideforge.tasks.endpoint import Endpoint
     from tideforge.tasks.live import check_server
     from tideforge.tasks.machine import check_endpoint
 
-    endpoint = Endpoint.load(endpoint_file)
+    endpoint = load(endpoint_file, state)
     api = reachable(endpoint, local)
     if endpoint.tracking_uri:
         from tideforge.tasks.night import check_mlflow
@@ -60,10 +63,16 @@ def recompile(endpoint_file: Path, run_id: str | None, reason: str, local: bool,
 
         run_id = new_run_id()
     click.echo(f"run {run_id}", err=True)
+    asked: dict[str, Any] = {
+        "endpoint": str(endpoint_file.resolve()),
+        "run": run_id,
+        "reason": reason,
+        **elsewhere(state),
+    }
     if local or api is None:
-        _here(endpoint_file, run_id, reason, "no" if no_ship else "wait")
+        _here({**asked, "approve": "no" if no_ship else "wait"})
     else:
-        _deployed(api, endpoint_file, endpoint, run_id, reason, "no" if no_ship else "form")
+        _deployed(api, endpoint, {**asked, "approve": "no" if no_ship else "form"})
 
 
 def reachable(endpoint: Endpoint, local: bool = False) -> str | None:
@@ -92,7 +101,12 @@ def reachable(endpoint: Endpoint, local: bool = False) -> str | None:
     return api
 
 
-def _here(endpoint_file: Path, run_id: str, reason: str, approve: Approval) -> None:
+def elsewhere(state: Path | None) -> dict[str, str]:
+    """The flow's parameter, where the state folder is not the endpoint file's."""
+    return {} if state is None else {"state": str(state.resolve())}
+
+
+def _here(parameters: dict[str, Any]) -> None:
     from tideforge.errors import UserError
 
     home = Path(os.environ["PREFECT_HOME"])
@@ -102,16 +116,15 @@ def _here(endpoint_file: Path, run_id: str, reason: str, approve: Approval) -> N
         raise UserError(str(home), f"cannot be made ({error.strerror})", "mend the endpoint's `state`") from None
     from tideforge.flows.recompile import recompile as night
 
-    result = night(str(endpoint_file), run_id, reason, approve)
+    result = night(**parameters)
     click.echo(json.dumps(result["extra"], sort_keys=True))
 
 
-def _deployed(api: str, endpoint_file: Path, endpoint: Endpoint, run_id: str, reason: str, approve: Approval) -> None:
+def _deployed(api: str, endpoint: Endpoint, parameters: dict[str, Any]) -> None:
     from tideforge.errors import TideforgeError
     from tideforge.flows import follow
 
-    parameters = {"endpoint": str(endpoint_file.resolve()), "run": run_id, "reason": reason, "approve": approve}
-    flow_run = follow.start(api, follow.NIGHTLY, parameters)
+    run_id, flow_run = parameters["run"], follow.start(api, follow.NIGHTLY, parameters)
     click.echo(f"Prefect: {follow.link(api.removesuffix('/api'), flow_run)}", err=True)
     state = follow.follow(
         api,
@@ -131,23 +144,23 @@ def _deployed(api: str, endpoint_file: Path, endpoint: Endpoint, run_id: str, re
 
 @click.command()
 @FILE
+@STATE
 @LOCAL
-def watch(endpoint_file: Path, local: bool) -> None:
+def watch(endpoint_file: Path, state: Path | None, local: bool) -> None:
     """Look once whether traffic has drifted, and say so in <state>/drift/.
 
     Only rows of the traffic log that are newer than the last profile count. Drift emits the Prefect event
     tideforge.drift.detected; the automation in deployments/prefect.yaml starts a recompile from it.
     """
     from tideforge.flows import follow
-    from tideforge.tasks.endpoint import Endpoint
 
-    endpoint = Endpoint.load(endpoint_file)
+    endpoint = load(endpoint_file, state)
     api = reachable(endpoint, local)
     if local or api is None:
         from tideforge.tasks.drift import look
 
         click.echo(json.dumps(look(endpoint), sort_keys=True))
         return
-    flow_run = follow.start(api, follow.HOURLY, {"endpoint": str(endpoint_file.resolve())})
-    state = follow.follow(api, flow_run, endpoint, lambda line: click.echo(line, err=True), timeout_s=600)
-    click.echo(f"watch {state['name'].lower()}; decisions: {endpoint.state / 'drift'}")
+    flow_run = follow.start(api, follow.HOURLY, {"endpoint": str(endpoint_file.resolve()), **elsewhere(state)})
+    ended = follow.follow(api, flow_run, endpoint, lambda line: click.echo(line, err=True), timeout_s=600)
+    click.echo(f"watch {ended['name'].lower()}; decisions: {endpoint.state / 'drift'}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from tideforge.errors import UserError
+from tideforge.flows.commands.options import STATE, WHO
 
 if TYPE_CHECKING:
     from tideforge.engine.release import Decision
@@ -23,16 +24,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def where(command: F) -> F:
     """--endpoint and --state: which endpoint is meant."""
-    state = click.option("--state", type=click.Path(path_type=Path), help="the endpoint's state folder")
     endpoint = click.option("--endpoint", "endpoint_file", type=click.Path(path_type=Path), help="endpoint file (YAML)")
-    return endpoint(state(command))
+    return endpoint(STATE(command))
 
 
 @click.command()
 @click.argument("run", default="latest")
 @where
 @click.option("--reject", "rejects", is_flag=True, help="a code that rejects")
-def code(run: str, endpoint_file: Path | None, state: Path | None, rejects: bool) -> None:
+@WHO
+def code(run: str, endpoint_file: Path | None, state: Path | None, rejects: bool, who: str | None) -> None:
     """Print the one-time code for the approval form of RUN (a run id, a run folder, or `latest`).
 
     The code is a signature, made with your private key, over exactly what the form shows. Paste it into the field
@@ -48,8 +49,8 @@ def code(run: str, endpoint_file: Path | None, state: Path | None, rejects: bool
     from tideforge.engine.release import Decision
 
     found = resolve(run, endpoint_file, state)
-    text, who = signed(found, Decision.REJECT if rejects else Decision.APPROVE)
-    click.echo(f"signed by {who} for run {found.id}", err=True)
+    text, name = signed(found, Decision.REJECT if rejects else Decision.APPROVE, who)
+    click.echo(f"signed by {name} for run {found.id}", err=True)
     click.echo(text)
 
 
@@ -57,7 +58,7 @@ def code(run: str, endpoint_file: Path | None, state: Path | None, rejects: bool
 @click.argument("run", default="latest")
 @where
 @click.option("--why", default="", help="a sentence for the record")
-@click.option("--who", help="the name you expect your key to stand for; another one is an error")
+@WHO
 def approve(run: str, endpoint_file: Path | None, state: Path | None, why: str, who: str | None) -> None:
     """Approve RUN: sign its release and resume the flow that waits for it.
 
@@ -77,7 +78,7 @@ def approve(run: str, endpoint_file: Path | None, state: Path | None, why: str, 
 @click.argument("run", default="latest")
 @where
 @click.option("--why", required=True, help="the reason, kept in the run's record")
-@click.option("--who", help="the name you expect your key to stand for; another one is an error")
+@WHO
 def reject(run: str, endpoint_file: Path | None, state: Path | None, why: str, who: str | None) -> None:
     """Reject RUN with a reason; nothing ships. A run that was rejected cannot be approved afterwards.
 
@@ -109,7 +110,10 @@ def _decide(run: Run, decision: Decision, why: str, who: str | None) -> None:
 @click.option("--create-key", is_flag=True, help="make a private key for yourself, encrypted with a passphrase")
 @click.option("--add", is_flag=True, help="let the endpoint trust a key that exists already")
 @click.option("--name", help="the approver's name, as it shall stand in the record")
-def approver(endpoint_file: Path | None, state: Path | None, create_key: bool, add: bool, name: str | None) -> None:
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object: key id to name")
+def approver(
+    endpoint_file: Path | None, state: Path | None, create_key: bool, add: bool, name: str | None, as_json: bool
+) -> None:
     """List the approvers of an endpoint, or become one.
 
     The private key goes to TIDEFORGE_APPROVER_KEY, else ~/.config/tideforge/approver.pem, and never leaves it; the
@@ -131,7 +135,11 @@ def approver(endpoint_file: Path | None, state: Path | None, create_key: bool, a
         private_key = make(where_key, passphrase(where_key, confirm=create_key))
         keys.add_approver(path, name, keys.public_bytes(private_key))
         click.echo(f"{name} may approve with the key in {where_key}; restart the server if it runs", err=True)
-    for key, (who, _) in sorted(keys.read_approvers(path).items(), key=lambda item: item[1][0]):
+    trusted = {key: who for key, (who, _) in sorted(keys.read_approvers(path).items(), key=lambda item: item[1][0])}
+    if as_json:
+        click.echo(json.dumps(trusted))
+        return
+    for key, who in trusted.items():
         click.echo(f"{key}  {who}")
 
 
@@ -172,7 +180,8 @@ def releases(endpoint_file: Path | None, state: Path | None, as_json: bool) -> N
     "--to", "number", type=int, help="number of the release to return to; without it: what the last one replaced"
 )
 @click.option("--why", default="", help="a sentence for the record")
-def rollback(endpoint_file: Path | None, state: Path | None, number: int | None, why: str) -> None:
+@WHO
+def rollback(endpoint_file: Path | None, state: Path | None, number: int | None, why: str, who: str | None) -> None:
     """Put an earlier forward back into the running server. Signed like an approval; open requests are not cut off.
 
     \b
@@ -186,8 +195,8 @@ def rollback(endpoint_file: Path | None, state: Path | None, number: int | None,
 
     folder = state_folder(endpoint_file, state)
     release = rollback_release(folder, number)
-    private_key, who = unlocked(folder, None)
-    path = roll_back(folder, release, private_key, who, why)
+    private_key, name = unlocked(folder, who)
+    path = roll_back(folder, release, private_key, name, why)
     click.echo(f"forward {release.forward[:12]} serves again; {path}")
     if not moved(stored_endpoint(Run(folder / "runs" / release.run)), "rollback", release.forward):
         click.echo("MLflow is away: its alias moves with `tideforge report --sync`", err=True)

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+from tideforge.flows.commands.options import STATE, load
+
+if TYPE_CHECKING:
+    from tideforge.tasks.store import Run
 
 
 @click.command()
@@ -16,12 +22,13 @@ import click
     type=click.Path(path_type=Path),
     help="endpoint file; else .tideforge/ is looked through",
 )
+@STATE
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object on one line")
 @click.option("--sync", is_flag=True, help="first write to MLflow what was spooled while it was away")
-def report(run: str | None, endpoint_file: Path | None, as_json: bool, sync: bool) -> None:
+def report(run: str | None, endpoint_file: Path | None, state: Path | None, as_json: bool, sync: bool) -> None:
     """Recompute every figure of RUN from its folder: trials, events, verdict, score and ship record.
 
-    RUN is a run id or the path of a run folder. Without RUN: the newest run of the endpoint.
+    RUN is a run id or the path of a run folder. Without RUN: the newest run of the endpoint or state folder.
 
     \b
     tideforge report 20261130-020000-1f2e --json
@@ -30,29 +37,16 @@ def report(run: str | None, endpoint_file: Path | None, as_json: bool, sync: boo
     from rich.console import Console
     from rich.table import Table
 
-    from tideforge.errors import UserError
-    from tideforge.tasks.endpoint import Endpoint
-    from tideforge.tasks.night import find_run, runs_root, stored_endpoint
+    from tideforge.tasks.night import stored_endpoint
     from tideforge.tasks.report import compute, rows
 
-    endpoint = Endpoint.load(endpoint_file) if endpoint_file else None
-    if run is None:
-        if endpoint is None:
-            raise UserError("RUN", "is missing", "give a run id, or --endpoint FILE for its newest run")
-        root = runs_root(endpoint)
-        newest = (
-            max((path.name for path in root.iterdir() if (path / "run.json").is_file()), default=None)
-            if root.is_dir()
-            else None
-        )
-        if newest is None:
-            raise UserError(str(root), "holds no run", "start one with `tideforge recompile`")
-        run = newest
-    found = find_run(run, endpoint)
+    endpoint = load(endpoint_file, state) if endpoint_file else None
+    found = chosen(run, endpoint.state if endpoint else state)
     if sync:
         from tideforge.tasks.track import sync as retry
 
-        done, left = retry(endpoint or stored_endpoint(found))
+        known = endpoint or stored_endpoint(found)
+        done, left = retry(known if state is None else known.model_copy(update={"state": state}))
         click.echo(f"MLflow: {done} spooled records written, {left} still waiting", err=True)
     facts = compute(found)
     if as_json:
@@ -62,3 +56,20 @@ def report(run: str | None, endpoint_file: Path | None, as_json: bool, sync: boo
     for row in rows(facts):
         table.add_row(*row)
     Console().print(table)
+
+
+def chosen(run: str | None, state: Path | None) -> Run:
+    """The run of this id or folder; the newest one of the state folder when none is named."""
+    from tideforge.errors import UserError
+    from tideforge.tasks.night import find_run
+    from tideforge.tasks.store import Run
+
+    if run is not None:
+        is_folder = (Path(run) / "run.json").is_file()
+        return find_run(run) if state is None or is_folder else Run.open(state / "runs", run)
+    if state is None:
+        raise UserError("RUN", "is missing", "give a run id, or --endpoint FILE or --state FOLDER for the newest run")
+    newest = max((path.parent.name for path in (state / "runs").glob("*/run.json")), default=None)
+    if newest is None:
+        raise UserError(str(state / "runs"), "holds no run", "start one with `tideforge recompile`")
+    return Run.open(state / "runs", newest)

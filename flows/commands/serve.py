@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from tideforge.errors import MissingExtra
+from tideforge.flows.commands.options import STATE, load
 
 
 @click.command()
@@ -16,7 +17,7 @@ from tideforge.errors import MissingExtra
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="address to listen on")
 @click.option("--port", default=0, show_default=True, type=click.IntRange(0, 65535), help="port; 0 takes a free one")
-@click.option("--state", type=click.Path(path_type=Path), help="state folder instead of the endpoint file's")
+@STATE
 def serve(endpoint_file: Path, host: str, port: int, state: Path | None) -> None:
     """Serve an endpoint over an OpenAI-compatible HTTP API, until SIGTERM or Ctrl-C.
 
@@ -46,13 +47,10 @@ def serve(endpoint_file: Path, host: str, port: int, state: Path | None) -> None
     from tideforge.data.log_writer import TrafficLog
     from tideforge.engine.serving.server import ServerConfig
     from tideforge.engine.serving.server import serve as run
-    from tideforge.tasks.endpoint import Endpoint
     from tideforge.tasks.incumbent import first_forward
     from tideforge.tasks.machine import settings_for
 
-    endpoint = Endpoint.load(endpoint_file)
-    if state is not None:
-        endpoint = endpoint.model_copy(update={"state": state})
+    endpoint = load(endpoint_file, state)
     config = ServerConfig(
         name=endpoint.name,
         settings=settings_for(endpoint),

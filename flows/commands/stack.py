@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tideforge.flows.commands.options import STATE, load
 from tideforge.flows.defaults import demo_endpoint
 
 if TYPE_CHECKING:
@@ -52,15 +53,15 @@ def show(started: Stack, state: Path) -> None:
 
 @click.command()
 @ENDPOINT
-def down(endpoint_file: Path) -> None:
+@STATE
+def down(endpoint_file: Path, state: Path | None) -> None:
     """Stop what `tideforge up` started for this endpoint, and nothing else.
 
     A process is ended only when its id and its start time are those that `up` wrote down.
     """
     from tideforge.tasks import stack
-    from tideforge.tasks.endpoint import Endpoint
 
-    ended = stack.down(Endpoint.load(endpoint_file).state)
+    ended = stack.down(state or load(endpoint_file, None).state)
     click.echo(f"stopped: {', '.join(ended)}" if ended else "nothing was running")
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tideforge.errors import UserError
+from tideforge.flows.commands.options import STATE, load
 
 if TYPE_CHECKING:
     from tideforge.data.profile_records import Cells, Group, Profile
@@ -22,9 +23,10 @@ run_option = click.option("--run", "run_id", help="Run of that endpoint; it is m
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-def node_run(endpoint_file: Path | None, run_id: str | None, logs: tuple[str, ...]) -> tuple[Run, Endpoint] | None:
+def node_run(
+    endpoint_file: Path | None, state: Path | None, run_id: str | None, logs: tuple[str, ...]
+) -> tuple[Run, Endpoint] | None:
     """The run to work on, or None when LOGS are given instead. UserError unless it is exactly one of the two."""
-    from tideforge.tasks.endpoint import Endpoint
     from tideforge.tasks.store import Run
 
     if bool(logs) == bool(endpoint_file):
@@ -33,7 +35,7 @@ def node_run(endpoint_file: Path | None, run_id: str | None, logs: tuple[str, ..
         return None
     if run_id is None:
         raise UserError("--run", "is missing", "name the run with --run RUN")
-    endpoint = Endpoint.load(endpoint_file)
+    endpoint = load(endpoint_file, state)
     root = endpoint.state / "runs"
     return (Run.open if (root / run_id).is_dir() else Run.create)(root, run_id), endpoint
 
@@ -42,10 +44,16 @@ def node_run(endpoint_file: Path | None, run_id: str | None, logs: tuple[str, ..
 @click.argument("logs", nargs=-1)
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the Parquet files.")
 @endpoint_option
+@STATE
 @run_option
 @json_option
 def ingest(
-    logs: tuple[str, ...], out: Path | None, endpoint_file: Path | None, run_id: str | None, as_json: bool
+    logs: tuple[str, ...],
+    out: Path | None,
+    endpoint_file: Path | None,
+    state: Path | None,
+    run_id: str | None,
+    as_json: bool,
 ) -> None:
     """Check traffic logs against the schema and store them as Parquet.
 
@@ -62,7 +70,7 @@ def ingest(
     from tideforge.tasks import ingest as node
     from tideforge.tasks.store import Run
 
-    chosen = node_run(endpoint_file, run_id, logs)
+    chosen = node_run(endpoint_file, state, run_id, logs)
     if chosen:
         run, endpoint = chosen
         report = IngestReport.model_validate(run.read_json(node.ingest(run, endpoint), "report"))
@@ -88,10 +96,16 @@ def report_text(report: IngestReport) -> str:
 @click.argument("logs", nargs=-1)
 @click.option("--last-hours", type=click.FloatRange(min=0, min_open=True), help="Hours before the newest arrival.")
 @endpoint_option
+@STATE
 @run_option
 @json_option
 def profile(
-    logs: tuple[str, ...], last_hours: float | None, endpoint_file: Path | None, run_id: str | None, as_json: bool
+    logs: tuple[str, ...],
+    last_hours: float | None,
+    endpoint_file: Path | None,
+    state: Path | None,
+    run_id: str | None,
+    as_json: bool,
 ) -> None:
     """Make or show the profile of a traffic log: lengths, arrivals, concurrency, by region, model and hour.
 
@@ -105,7 +119,7 @@ def profile(
     from tideforge.data.profile import profile_logs
     from tideforge.tasks import profile as node
 
-    chosen = node_run(endpoint_file, run_id, logs)
+    chosen = node_run(endpoint_file, state, run_id, logs)
     if chosen and last_hours:
         raise UserError("--last-hours", "does not go with --run", "leave one of them out")
     if chosen:

@@ -120,3 +120,14 @@ def test_unparsable_commands_name_the_thing(text: str, named: str):
 def test_a_memory_share_out_of_range_names_the_flag(share: str):
     with pytest.raises(UserError, match="--gpu-memory-utilization"):
         limits_of(parse(shlex.join(["vllm", "serve", "m", "--gpu-memory-utilization", share])))
+
+
+def test_this_projects_own_defaults_are_its_servers() -> None:
+    from tideforge.costmodel.options import DEFAULT_SEQS, DEFAULT_TOKENS
+    from tideforge.engine.config import Limits
+
+    limits = Limits()
+    assert (DEFAULT_SEQS["tideforge"], DEFAULT_TOKENS["tideforge"]) == (
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+    )

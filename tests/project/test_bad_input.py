@@ -323,3 +323,17 @@ def test_a_run_id_that_leaves_the_state_folder_is_refused(
     before = files(tmp_path)
     assert "'../..'" in refused(capsys, "node", "ingest", "--endpoint", str(path), "--run", "../..")
     assert files(tmp_path) == before
+
+
+def test_a_node_and_down_take_another_state_folder(
+    endpoint_file: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file, other = str(endpoint_file()), tmp_path / "other"
+    for command in (["node", "ingest", "--run", "n1"], ["ingest", "--run", "n2"]):
+        with pytest.raises(SystemExit) as stopped:
+            main([*command, "--endpoint", file, "--state", str(other)])
+        assert stopped.value.code == 0, capsys.readouterr().err
+    assert {path.name for path in (other / "runs").iterdir()} == {"n1", "n2"} and not (tmp_path / "s").exists()
+    with pytest.raises(SystemExit):
+        main(["down", "--state", str(other)])
+    assert "nothing was running" in capsys.readouterr().out

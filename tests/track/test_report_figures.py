@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from tideforge.engine.events import log_event
+from tideforge.errors import UserError
 from tideforge.flows.cli import cli
 from tideforge.tasks import report
 
@@ -69,3 +71,14 @@ def test_the_command_prints_one_json_object_and_names_an_unknown_run(made: Any) 
     assert json.loads(done.output.splitlines()[-1])["best_ratio"] == 1.3
     missing = CliRunner().invoke(cli, ["report", "no-such-run"])
     assert missing.exit_code != 0 and "no-such-run" in str(missing.exception)
+
+
+def test_the_newest_run_of_a_state_folder_is_found_without_an_endpoint_file(made: Any, tmp_path: Path) -> None:
+    state = made.run.folder.parent.parent
+    for words in ([made.run.id], []):
+        done = CliRunner().invoke(cli, ["report", *words, "--state", str(state), "--json"], catch_exceptions=False)
+        assert json.loads(done.output.splitlines()[-1])["run"] == made.run.id
+    with pytest.raises(UserError, match="holds no run"):
+        CliRunner().invoke(cli, ["report", "--state", str(tmp_path / "none")], catch_exceptions=False)
+    with pytest.raises(UserError, match="--state FOLDER"):
+        CliRunner().invoke(cli, ["report"], catch_exceptions=False)
