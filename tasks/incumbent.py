@@ -13,6 +13,7 @@ from tideforge.engine.release import load_forward, read_approvers
 from tideforge.engine.releases import shipped_release
 from tideforge.errors import Refused, UserError
 from tideforge.tasks.endpoint import Endpoint
+from tideforge.tasks.live import CHECK_S, version
 from tideforge.tasks.store import Run
 
 PLAIN = {"LlamaForCausalLM": "llama", "MixtralForCausalLM": "moe"}
@@ -38,11 +39,9 @@ def first_forward(endpoint: Endpoint) -> Path:
 
 def serving_forward(endpoint: Endpoint) -> Forward:
     """What the live server says it serves; without a server, what it would start with."""
-    record, forwards = endpoint.state / "server.json", endpoint.state / "forwards"
-    if record.exists():
-        folder = forwards / str(json.loads(record.read_text())["forward"])
-        if folder.is_dir():
-            return Forward.load(folder)
+    forwards = endpoint.state / "forwards"
+    with contextlib.suppress(UserError, Refused):
+        return load_forward(forwards, str(version(endpoint.state, CHECK_S)["forward"]))
     release = shipped_release(endpoint.state / "releases", read_approvers(endpoint.state / "approvers.json"))
     if release is not None and release.launch == endpoint.launch:
         with contextlib.suppress(Refused):

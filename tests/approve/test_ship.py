@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -197,7 +198,10 @@ def test_without_a_server_the_incumbent_is_what_one_would_start_with(place: Any)
     release = read_release(run)
     body = {"record": release.to_record(), "code": place.code(release)}
     assert httpx.post(f"{place.url}/admin/ship", json=body, timeout=30).status_code == 200
-    (place.state / "server.json").unlink()
+    told = place.state / "server.json"
+    told.write_text(json.dumps({**json.loads(told.read_text()), "forward": release.incumbent}))
+    assert serving_forward(place.endpoint).id == release.forward, "the server itself is asked"
+    told.unlink()
     assert serving_forward(place.endpoint).id == release.forward
     other = place.endpoint.model_copy(update={"launch": "tideforge serve --other"})
     assert serving_forward(other).id == release.incumbent
