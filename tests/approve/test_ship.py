@@ -21,6 +21,12 @@ from tideforge.tasks.store import Run
 
 
 @pytest.fixture
+def long_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny model answers in milliseconds, which a busy machine takes to post a flip."""
+    monkeypatch.setattr("tideforge.tasks.ship.STREAM_TOKENS", 96)
+
+
+@pytest.fixture
 def short_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the test is not about streams that are open at the flip."""
     monkeypatch.setattr("tideforge.tasks.ship.STREAM_TOKENS", 3)
@@ -31,7 +37,7 @@ def approved(place: Any, run: Run) -> Run:
     return run
 
 
-def test_an_approved_release_ships_is_measured_and_can_be_taken_back(place: Any) -> None:
+def test_an_approved_release_ships_is_measured_and_can_be_taken_back(place: Any, long_streams: None) -> None:
     first, run, moves = place.serving, approved(place, place.waiting("night-1")), []
     release = read_release(run)
     manifest = ship(run, place.endpoint, moved=lambda *what: moves.append(what[1:3]))
