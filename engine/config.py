@@ -92,10 +92,11 @@ class Settings:
     block_size: int = 16
     num_blocks: int = 256
     threads: int = 1
-    device: str = "cpu"  # of the workers; the reference always runs on the CPU
+    device: str = "cpu"  # of workers and reference
     worker_cpus: tuple[int, ...] = ()  # cores of the measuring worker; empty: any
     capture_rows: tuple[int, ...] = ()  # batch sizes of decodes that a worker captures; empty: none, as on the CPU
     capture_contexts: tuple[int, ...] = ()  # longest contexts of those graphs, tokens
+    spares: int = 1  # workers that stand by for the next candidates
 
     def arena_layout(self, config: ModelConfig) -> ArenaLayout:
         return ArenaLayout(

@@ -79,13 +79,25 @@ def new_core(settings: Settings) -> EngineCore:
     return EngineCore(settings.limits, BlockPool(settings.num_blocks, settings.block_size, prefix_cache=False))
 
 
+def for_trials(settings: Settings, workload: Workload) -> Settings:
+    """Fewer graphs than a server needs: all users at once, fewer as they finish, contexts up to the workload's longest."""
+    if not settings.capture_rows:
+        return settings
+    longest = max(shape.prompt_tokens + shape.output_tokens for shape in (*workload.search, *workload.held_out))
+    context = 1 << (longest - 1).bit_length()
+    rows = {workload.users, *(1 << power for power in range(workload.users.bit_length()))}
+    return dataclasses.replace(settings, capture_rows=tuple(sorted(rows)), capture_contexts=(context,))
+
+
 @dataclasses.dataclass
 class Spent:
     """Seconds of each part of a trial, kept also when it fails in mid-way."""
 
+    begin: float = 0.0
     stage_s: float = 0.0
     check_s: float = 0.0
     capture_s: float = 0.0
+    swap_s: float = 0.0
     clock_s: float = 0.0
 
 
@@ -94,18 +106,19 @@ class Bench:
 
     def __init__(self, config: ServiceConfig) -> None:
         self.config = config
-        self.lab = Lab(config.settings, config.night)
-        self.layers = range(self.lab.config.num_hidden_layers)
         self.workload = Workload.read(config.workload)
+        self.lab = Lab(for_trials(config.settings, self.workload), config.night)
+        self.layers = range(self.lab.config.num_hidden_layers)
         self.corpus = self.workload.corpus[: len(self.workload.corpus) // 2]
-        self.reference = Reference.start(config.settings.model, config.settings.state)
+        self.reference = Reference.start(config.settings.model, config.settings.state, device=config.settings.device)
         self.bounds = self.reference.bounds(config.settings.dtype, self.corpus)
         self.arenas = {name: self.lab.arena(f"search-{name}") for name in ("incumbent", "candidate")}
         self.step_timeout_s = 60.0
-        self.incumbent, self.settings = Forward.load(config.incumbent), config.settings
+        self.incumbent, self.settings = Forward.load(config.incumbent), self.lab.settings
         self.incumbent_worker = self._start_incumbent()
         self._tune()
-        self.spare: RemoteExecutor | None = self.lab.spare(self.arenas["candidate"])
+        self.spares: list[RemoteExecutor] = []
+        self._refill()
 
     def close(self) -> None:
         self.reference.close()
@@ -118,7 +131,7 @@ class Bench:
         begin = time.perf_counter()
         if self.settings.capture_rows:
             measure.run_block(side.core, side.forward, *self._replay(), self.workload.users)  # kernels are compiled now
-            self.lab.trusted_kernels = self.lab.kernels(self.incumbent)
+            self.lab.trust(self.incumbent)
             self.lab.capture(worker)
         block = measure.run_block(side.core, side.forward, *self._replay(), self.workload.users)
         check.require_right(self.reference, block.answers[:CHECKED_ANSWERS], self.layers, self.bounds.logit_gap)
@@ -156,7 +169,7 @@ class Bench:
                 }
             ),
         )
-        self.settings = self.config.settings.with_knobs(knobs)
+        self.settings = self.lab.settings.with_knobs(knobs)
 
     def _best_knobs(self) -> dict[str, Any]:
         """max_num_batched_tokens by interleaved replays on the incumbent's own worker: two rounds, best median."""
@@ -188,6 +201,7 @@ class Bench:
         try:
             screen(forward, self.config.allow_imports)
             self._require_frozen_knobs(forward)
+            spent.begin = time.perf_counter()
             worker = self._take_spare()
             begin = time.perf_counter()
             self.lab.stage(worker, forward, self.layers, min(30.0, self.config.trial_s))
@@ -200,11 +214,10 @@ class Bench:
             if worker is not None:
                 self.lab.release(worker)
                 self.arenas["candidate"].fill(0xFF)
-            if self.spare is None:
-                self.spare = self.lab.spare(self.arenas["candidate"])
+            self._refill()
         return dataclasses.replace(
-            done, stage_s=spent.stage_s, check_s=spent.check_s, capture_s=spent.capture_s, clock_s=spent.clock_s,
-            finished_at=time.time(), environment=environment(),
+            done, stage_s=spent.stage_s, check_s=spent.check_s, capture_s=spent.capture_s, swap_s=spent.swap_s,
+            clock_s=spent.clock_s,            finished_at=time.time(), environment=environment(),
         )  # fmt: skip
 
     def _require_frozen_knobs(self, forward: Forward) -> None:
@@ -213,10 +226,14 @@ class Bench:
                 "refused", f"knobs are frozen at the incumbent's best, {json.dumps(self.incumbent.knobs)}"
             )
 
+    def _refill(self) -> None:
+        while len(self.spares) < self.lab.settings.spares:
+            self.spares.append(self.lab.spare(self.arenas["candidate"]))
+
     def _take_spare(self) -> RemoteExecutor:
-        """The spare, attached; a spare that died meanwhile is replaced."""
+        """The oldest spare, attached; a spare that died meanwhile is replaced."""
         for _ in range(3):
-            worker, self.spare = self.spare or self.lab.spare(self.arenas["candidate"]), None
+            worker = self.spares.pop(0) if self.spares else self.lab.spare(self.arenas["candidate"])
             try:
                 self.lab.wait_ready(worker)
                 if worker.alive:
@@ -235,6 +252,7 @@ class Bench:
         begin = time.perf_counter()
         with self.lab.clock():
             spent.capture_s = self.lab.capture(worker)
+            spent.swap_s = time.perf_counter() - spent.begin
             blocks, pairs = self._timed(forward, worker, candidate)
         spent.clock_s = time.perf_counter() - begin - spent.capture_s
         begin = time.perf_counter()

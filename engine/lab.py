@@ -45,6 +45,7 @@ class Lab:
         self._weights: protocol.Message | None = None
         self._workers: list[RemoteExecutor] = []
         self.trusted_kernels: Path | None = None
+        self.rehearsal: dict[str, str] | None = None
         # Workers die with the thread that spawned them, so one long-lived thread spawns them all.
         self._spawner = ThreadPoolExecutor(1, thread_name_prefix="spawner")
 
@@ -104,7 +105,8 @@ class Lab:
             "type": "attach", "model": str(self.settings.model.resolve()), "dtype": self.settings.dtype,
             "threads": self.settings.threads, "device": self.settings.device, "cpus": list(self.settings.worker_cpus),
             "layout": self.layout.to_dict(), "limits": vars(self.settings.limits),
-            "entries": weights.header["entries"], "bytes": weights.header["bytes"],
+            "entries": weights.header["entries"], "bytes": weights.header["bytes"], "clock": str(self._clock_path),
+            "rehearse": self.rehearsal,
         }  # fmt: skip
         return header, (weights.fds[0], arena.worker_fd)
 
@@ -134,6 +136,12 @@ class Lab:
         layers = layers or range(self.config.num_hidden_layers)
         return worker.stage(folder, layers, timeout_s, self.kernels(forward), self.settings.capture_rows)
 
+    def trust(self, forward: Forward) -> None:
+        """From now on spares rehearse with this forward, and candidates begin with the kernels that it compiled."""
+        self.trusted_kernels = self.kernels(forward)
+        folder = forward.save(self.settings.state / "forwards").resolve()
+        self.rehearsal = {"folder": str(folder), "kernels": str(self.trusted_kernels)}
+
     def capture(self, worker: RemoteExecutor, timeout_s: float = 60) -> float:
         """Captures the decode graphs that the settings ask for; seconds. Nothing to do on the CPU."""
         rows, contexts = self.settings.capture_rows, self.settings.capture_contexts
@@ -154,9 +162,13 @@ class Lab:
     @contextlib.contextmanager
     def clock(self) -> Iterator[None]:
         """Exclusive among all processes of this endpoint: only one measures, and nothing compiles meanwhile."""
-        with (self.settings.state / "clock.lock").open("a") as file:
+        with self._clock_path.open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
+
+    @property
+    def _clock_path(self) -> Path:
+        return (self.settings.state / "clock.lock").resolve()
 
     def close(self) -> None:
         for worker in list(self._workers):

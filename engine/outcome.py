@@ -61,6 +61,7 @@ class Trial:
     stage_s: float = 0.0
     check_s: float = 0.0
     capture_s: float = 0.0
+    swap_s: float = 0.0  # from its turn to its first timed step
     clock_s: float = 0.0
     finished_at: float | None = None
     environment: dict[str, Any] = dataclasses.field(default_factory=dict)

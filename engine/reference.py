@@ -38,7 +38,7 @@ class Reference:
         self.process, self._sock, self._lock = process, sock, threading.Lock()
 
     @classmethod
-    def start(cls, model: Path, state: Path | None = None, threads: int = 1) -> Reference:
+    def start(cls, model: Path, state: Path | None = None, threads: int = 1, device: str = "cpu") -> Reference:
         """Starts the process and waits until the model is open. Its log is `<state>/logs/reference.log`.
 
         Raises UserError when the model cannot be read.
@@ -52,6 +52,8 @@ class Reference:
             str(theirs.fileno()),
             "--model",
             str(model),
+            "--device",
+            device,
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         log_path = Path(os.devnull) if state is None else state / "logs" / "reference.log"
@@ -166,12 +168,12 @@ def measure_noise(model: ReferenceModel, dtype: str, tokens: Sequence[int], laye
     return compare.measure(dtype, base, [run(Reordered(getattr(torch, dtype), seed)) for seed in range(ORDERS)])
 
 
-def serve(sock: socket.socket, folder: Path) -> None:
+def serve(sock: socket.socket, folder: Path, device: str = "cpu") -> None:
     """Answers until the peer is gone. A question that fails is answered with the reason; the next one is served."""
     from tideforge.engine.reference_model import ReferenceModel
 
     try:
-        model = ReferenceModel(folder)
+        model = ReferenceModel(folder, device)
     except UserError as error:
         protocol.send(sock, {"type": "user_error", "parts": [error.thing, error.problem, error.remedy]})
         return
@@ -194,12 +196,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="answer questions about a checkpoint's plain fp32 forward")
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the one who asks")
     parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     import torch
 
+    if args.device != "cpu":
+        torch.set_default_device(args.device)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with socket.socket(fileno=args.fd) as sock:
-        serve(sock, args.model)
+        serve(sock, args.model, args.device)
 
 
 if __name__ == "__main__":

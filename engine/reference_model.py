@@ -87,12 +87,25 @@ class Result(NamedTuple):
 class ReferenceModel:
     """LlamaForCausalLM and MixtralForCausalLM. Raises UserError for another architecture or missing weights."""
 
-    def __init__(self, folder: Path) -> None:
-        self.config = ModelConfig.load(folder)
+    def __init__(self, folder: Path, device: str = "cpu") -> None:
+        self.config, self.device = ModelConfig.load(folder), torch.device(device)
+        self._there: dict[str, Tensor] = {}
         if self.config.architecture not in ARCHITECTURES:
             problem = f"is of architecture {self.config.architecture}"
             raise UserError(str(folder), problem, f"the reference knows {' and '.join(ARCHITECTURES)}")
         self.checkpoint = Checkpoint(folder)
+
+    def weight(self, name: str) -> Tensor:
+        """In fp32. On the CPU a view of the mapped file where it is stored so; a GPU keeps it as stored, and upcasts for each use."""
+        if self.device.type == "cpu":
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+                return torch.from_numpy(self.checkpoint.float32(name))
+        if name not in self._there:
+            dtype, array = self.checkpoint.stored(name)
+            stored = torch.tensor(array.view(np.int16) if dtype == "BF16" else array, device=self.device)
+            self._there[name] = stored.view(torch.bfloat16) if dtype == "BF16" else stored
+        return self._there[name].float()
 
     @torch.inference_mode()
     def forward(
@@ -113,14 +126,14 @@ class ReferenceModel:
         wanted = x if rows is None else x[torch.tensor(rows, dtype=torch.int64)]
         head = "model.embed_tokens" if self.config.tie_word_embeddings else "lm_head"
         logits = run.linear(run.norm(wanted, "model.norm"), head)
-        return Result(logits, torch.stack(keys), torch.stack(values))
+        return Result(logits.cpu(), torch.stack(keys).cpu(), torch.stack(values).cpu())
 
 
 class _Run:
     """One forward's working state: the arithmetic and the angles of its positions."""
 
     def __init__(self, model: ReferenceModel, arithmetic: Arithmetic, length: int) -> None:
-        self.config, self.checkpoint, self.arithmetic = model.config, model.checkpoint, arithmetic
+        self.model, self.config, self.arithmetic = model, model.config, arithmetic
         half = torch.arange(0, self.config.head_dim, 2) / self.config.head_dim
         angles = torch.outer(torch.arange(length).float(), 1.0 / self.config.rope_theta**half)
         angles = torch.cat((angles, angles), dim=-1)[:, None]
@@ -128,10 +141,8 @@ class _Run:
         self.future = torch.ones(length, length, dtype=torch.bool).triu(1)
 
     def weight(self, name: str) -> Tensor:
-        """In fp32, a view of the mapped file where it is stored so; rounded to the precision under test."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            return self.arithmetic.round(torch.from_numpy(self.checkpoint.float32(f"{name}.weight")))
+        """In fp32, rounded to the precision under test."""
+        return self.arithmetic.round(self.model.weight(f"{name}.weight"))
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         return self.arithmetic.matmul(x, self.weight(name).T)

@@ -112,6 +112,16 @@ class Runner:
             return graph.replay(arrays, scalars["num_steps"], halted)
         return self._plainly(scalars, arrays, halted)
 
+    def rehearse(self, queries: int) -> None:
+        """One row of `queries` tokens on the dummy page; its tokens mean nothing."""
+        tensors = StepTensors.blank(1, 1, self.device)
+        places = torch.arange(queries, device=self.device)
+        tensors.input_ids, tensors.positions, tensors.slot_mapping = torch.zeros_like(places), places, places
+        tensors.seq_lens, tensors.query_start_loc = tensors.seq_lens * queries, tensors.query_start_loc * queries
+        tensors.logits_indices = places[-1:]
+        counts = {"num_decodes": int(queries == 1), "num_prefills": int(queries > 1)}
+        self.compute(tensors, {**counts, "max_query_len": queries, "max_seq_len": queries}, greedy=True)
+
     def _graph_for(self, scalars: Mapping[str, int], arrays: Mapping[str, np.ndarray]) -> Graph | None:
         """The smallest graph that holds the step; None for prefills, sampling with a temperature, and larger steps."""
         if scalars["num_prefills"] or arrays["temperatures"].any():

@@ -12,6 +12,7 @@ from tideforge.errors import UserError
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.incumbent import first_forward
 
+GPU_SPARES = 3
 GPU_DECODE_STEPS = 64  # a run ends sooner when a request comes
 
 
@@ -86,6 +87,7 @@ def settings_for(endpoint: Endpoint) -> Settings:
         threads=number("--threads", 1),
         device=device,
         worker_cpus=worker_cpus() if device == "cpu" else (),
+        spares=1 if device == "cpu" else GPU_SPARES,
         capture_rows=() if device == "cpu" else graph_rows(limits.max_num_seqs),
         capture_contexts=() if device == "cpu" else graph_contexts(limits.max_model_len),
     )

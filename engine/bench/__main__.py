@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tideforge.engine import random_weights
-from tideforge.engine.bench import decode
+from tideforge.engine.bench import decode, trials
 from tideforge.engine.config import Limits, Settings
 from tideforge.engine.forward import Forward
 from tideforge.engine.lab import Lab, end_keeper
@@ -29,13 +29,15 @@ class Size:
 
     shape: str
     dtype: str
+    trials: int
+    seconds: float  # at most, for a part made of trials
     users: tuple[int, ...]
     prompts: tuple[int, ...]  # tokens, one a number of users
     output: int
 
 
-GPU = Size("llama-3.2-1b", "bfloat16", (1, 64), (32, 512), 128)
-CPU = Size("llama-tiny", "float32", (1, 4), (8, 16), 16)
+GPU = Size("llama-3.2-1b", "bfloat16", 200, 400.0, (1, 64), (32, 512), 128)
+CPU = Size("llama-tiny", "float32", 4, 60.0, (1, 4), (8, 16), 16)
 
 
 def settings(size: Size, state: Path, device: str, model: Path) -> Settings:
@@ -62,7 +64,21 @@ def part_decode(size: Size, state: Path, device: str) -> dict[str, Any]:
     return figures
 
 
-PARTS: Mapping[str, Callable[[Size, Path, str], dict[str, Any]]] = {"decode": part_decode}
+def part_swap(size: Size, state: Path, device: str) -> dict[str, Any]:
+    """One user: what a swap costs, what memory it leaves, and how often equal sources seem faster."""
+    model = random_weights.write(state / "model", size.shape, device=device)
+    chosen = dataclasses.replace(settings(size, state, device, model), spares=6 if device == "cuda" else 1)
+    with trials.open_bench(chosen, MODELS / "llama", 1, size.prompts[0], size.output, passes=12) as bench:
+        found = trials.swaps(bench, size.trials, size.seconds)
+    figures = found.summary()
+    for name, value in figures.items():
+        print(f"{name:20s} {value}")
+    for ratio, low, high, pairs in found.intervals:
+        print(f"    {ratio:.5f} [{low:.5f}, {high:.5f}] {pairs} pairs")
+    return figures
+
+
+PARTS: Mapping[str, Callable[[Size, Path, str], dict[str, Any]]] = {"decode": part_decode, "swap": part_swap}
 
 
 def main() -> None:
@@ -70,8 +86,11 @@ def main() -> None:
     parser.add_argument("part", choices=sorted(PARTS))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--state", type=Path, help="folder for model and state; a temporary one if absent")
+    parser.add_argument("--trials", type=int, help="how many sources a part made of trials tries")
     args = parser.parse_args()
     size = GPU if args.device == "cuda" else CPU
+    if args.trials:
+        size = dataclasses.replace(size, trials=args.trials)
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="tideforge-bench-") as folder:
         state = args.state or Path(folder)

@@ -125,7 +125,7 @@ class Trialled:
         self.corpus = workload.corpus[len(workload.corpus) // 2 :]
         self.layers = range(self.lab.config.num_hidden_layers)
         self.settings = settings.with_knobs(incumbent.knobs)
-        self.reference = Reference.start(settings.model, settings.state)
+        self.reference = Reference.start(settings.model, settings.state, device=settings.device)
         self.arena = self.lab.arena("verify-candidate")
         self.arena.fill(POISON)
         self.a = self._worker(incumbent, self.lab.arena("verify-incumbent"))
