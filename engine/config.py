@@ -94,9 +94,22 @@ class Settings:
     threads: int = 1
     device: str = "cpu"  # of workers and reference
     worker_cpus: tuple[int, ...] = ()  # cores of the measuring worker; empty: any
-    capture_rows: tuple[int, ...] = ()  # batch sizes of decodes that a worker captures; empty: none, as on the CPU
+    capture_rows: tuple[int, ...] = ()  # batch sizes of decodes that a worker captures; empty: no graphs, as on the CPU
+    capture_tokens: tuple[int, ...] = ()  # sizes of steps with prefills that it captures, tokens in all
     capture_contexts: tuple[int, ...] = ()  # longest contexts of those graphs, tokens
     spares: int = 1  # workers that stand by for the next candidates
+
+    @property
+    def graph_shapes(self) -> list[tuple[bool, int, int, int]]:
+        """(prefill, tokens, rows, context) of every graph; prefills take as many rows as the largest decode."""
+        decodes = [(False, rows, rows, context) for rows in self.capture_rows for context in self.capture_contexts]
+        most = max(self.capture_rows, default=0)
+        return decodes + [
+            (True, tokens, min(most, tokens), context)
+            for tokens in self.capture_tokens
+            for context in self.capture_contexts
+            if tokens <= context * most
+        ]
 
     def arena_layout(self, config: ModelConfig) -> ArenaLayout:
         return ArenaLayout(
@@ -144,6 +157,7 @@ class Settings:
                 "limits": Limits(**raw["limits"]),
                 "worker_cpus": tuple(raw["worker_cpus"]),
                 "capture_rows": tuple(raw["capture_rows"]),
+                "capture_tokens": tuple(raw["capture_tokens"]),
                 "capture_contexts": tuple(raw["capture_contexts"]),
             }
         )

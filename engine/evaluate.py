@@ -31,8 +31,11 @@ from tideforge.engine.screen import screen
 from tideforge.errors import CandidateError
 
 WARM_REQUESTS = 4
+TRIAL_STEPS = 32  # decodes that are timed as one: some 50 ms on a GPU
+MOST_CAPTURED = 2048  # tokens of a prefill; beyond it the device is busy longer than the host needs to launch
 CHECKED_ANSWERS = 3
 HOPELESS = 0.97  # below this ratio after a pass, no further pass is spent
+MIN_PAIRS = 8  # of steps, before an interval decides anything: the spread of a few is luck
 PRECISE = 0.01  # half-width of the ratio's interval at which a trial ends
 STEP_TIMEOUT_FACTOR = 20.0
 MIN_STEP_TIMEOUT_S = 2.0
@@ -83,10 +86,21 @@ def for_trials(settings: Settings, workload: Workload) -> Settings:
     """Fewer graphs than a server needs: all users at once, fewer as they finish, contexts up to the workload's longest."""
     if not settings.capture_rows:
         return settings
-    longest = max(shape.prompt_tokens + shape.output_tokens for shape in (*workload.search, *workload.held_out))
-    context = 1 << (longest - 1).bit_length()
+    shapes = (*workload.search, *workload.held_out)
+    context = bucket(max(shape.prompt_tokens + shape.output_tokens for shape in shapes))
     rows = {workload.users, *(1 << power for power in range(workload.users.bit_length()))}
-    return dataclasses.replace(settings, capture_rows=tuple(sorted(rows)), capture_contexts=(context,))
+    prompts = [shape.prompt_tokens for shape in shapes]
+    most = min(MOST_CAPTURED, bucket(workload.users * max(prompts)), bucket(settings.limits.max_num_batched_tokens))
+    tokens = [1 << power for power in range(12) if bucket(min(prompts)) <= 1 << power <= most]
+    return dataclasses.replace(
+        settings, capture_rows=tuple(sorted(rows)), capture_tokens=tuple(tokens), capture_contexts=(context,),
+        limits=dataclasses.replace(settings.limits, decode_steps=min(settings.limits.decode_steps, TRIAL_STEPS)),
+    )  # fmt: skip
+
+
+def bucket(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()
 
 
 @dataclasses.dataclass
@@ -292,8 +306,8 @@ class Bench:
             blocks.append((a, b))
             pairs += steps
             found = measure.ratio_of_steps(pairs)
-            decided = found.ratio < HOPELESS or found.low > 1 or found.high - found.low < 2 * PRECISE
-            if decided or time.monotonic() > deadline:
+            sure = len(pairs) >= MIN_PAIRS and (found.low > 1 or found.high - found.low < 2 * PRECISE)
+            if found.ratio < HOPELESS or sure or time.monotonic() > deadline:
                 break  # decided either way; the final score is another measurement
         return blocks, pairs
 

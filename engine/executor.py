@@ -93,9 +93,9 @@ class RemoteExecutor:
         }  # fmt: skip
         return float(self._ask(header, {}, timeout_s).header.get("seconds", 0.0))
 
-    def capture(self, rows: Sequence[int], contexts: Sequence[int], timeout_s: float) -> float:
-        """Captures a graph for each number of rows and each longest context; seconds that the worker took."""
-        header: dict[str, object] = {"type": "capture", "rows": list(rows), "contexts": list(contexts)}
+    def capture(self, shapes: Sequence[tuple[bool, int, int, int]], timeout_s: float) -> float:
+        """Captures a graph for each shape (runner.GraphShape); seconds that the worker took."""
+        header: dict[str, object] = {"type": "capture", "shapes": [list(shape) for shape in shapes]}
         return float(self._ask(header, {}, timeout_s).header.get("seconds", 0.0))
 
     def execute(self, step: Step) -> Iterator[Sampled]:

@@ -143,9 +143,9 @@ class Lab:
         self.rehearsal = {"folder": str(folder), "kernels": str(self.trusted_kernels)}
 
     def capture(self, worker: RemoteExecutor, timeout_s: float = 60) -> float:
-        """Captures the decode graphs that the settings ask for; seconds. Nothing to do on the CPU."""
-        rows, contexts = self.settings.capture_rows, self.settings.capture_contexts
-        return worker.capture(rows, contexts, timeout_s) if rows else 0.0
+        """Captures the graphs that the settings ask for; seconds. Nothing to do on the CPU."""
+        shapes = self.settings.graph_shapes
+        return worker.capture(shapes, timeout_s) if shapes else 0.0
 
     def kernels(self, forward: Forward) -> Path:
         """The folder of a forward's compiled kernels, its own; it begins with those that the trusted forward compiled."""

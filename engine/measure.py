@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+import secrets
 import statistics
 import time
 from collections.abc import Sequence
@@ -162,15 +163,16 @@ def user_tps(blocks: Sequence[Block]) -> tuple[float, float]:
 def lockstep(
     a: Side, b: Side, shapes: Sequence[RequestShape], prompts: Sequence[tuple[int, ...]]
 ) -> tuple[Block, Block, list[tuple[float, float]]]:
-    """Replays the same prompts on both, step by step in turn (A B, B A, ...), all users at once.
+    """Replays the same prompts on both, step by step in turn (A B, B A, ... or the other way round), all users at once.
 
     Returns both blocks and the seconds of each step pair: neighbours in time, so that a machine's drift cancels. A block's
     clock counts its own steps only.
     """
     lanes = [_Lane(side, shapes, prompts) for side in (a, b)]
     pairs: list[tuple[float, float]] = []
+    first = secrets.randbelow(2)
     while any(lane.open for lane in lanes):
-        order = lanes if len(pairs) % 2 == 0 else lanes[::-1]
+        order = lanes if len(pairs) % 2 == first else lanes[::-1]
         spent = {id(lane): lane.step() for lane in order}
         pairs.append((spent[id(lanes[0])], spent[id(lanes[1])]))
     return lanes[0].block, lanes[1].block, pairs

@@ -23,7 +23,36 @@ from tideforge.errors import CandidateError
 T = TypeVar("T")
 AHEAD = 2  # decode steps that are launched before the first one's tokens are here
 Tokens = tuple[np.ndarray, bool]  # [N], and whether more come of this step
-PER_ROW = ("input_ids", "positions", "slot_mapping", "seq_lens", "temperatures", "top_ps", "seeds", "sample_positions")
+PADDED = ("input_ids", "positions", "slot_mapping", "seq_lens", "temperatures", "top_ps", "seeds", "sample_positions")
+PREFILL = ("query_start_loc", "logits_indices")  # in a decode they are what they always are
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class GraphShape:
+    """The largest step that a graph holds: tokens in all, rows, tokens of context of a row."""
+
+    prefill: bool
+    tokens: int
+    rows: int
+    context: int
+
+    @property
+    def scalars(self) -> dict[str, int]:
+        """A decode beside prefills is a prefill of one token."""
+        counts = {"num_decodes": 0 if self.prefill else self.rows, "num_prefills": self.rows if self.prefill else 0}
+        return {
+            **counts,
+            "max_query_len": min(self.tokens, self.context) if self.prefill else 1,
+            "max_seq_len": self.context,
+        }
+
+    def holds(self, scalars: Mapping[str, int], arrays: Mapping[str, np.ndarray]) -> bool:
+        return (
+            self.prefill == (scalars["num_prefills"] > 0)
+            and self.tokens >= len(arrays["input_ids"])
+            and self.rows >= len(arrays["seq_lens"])
+            and self.context >= scalars["max_seq_len"]
+        )
 
 
 @dataclasses.dataclass
@@ -48,33 +77,43 @@ class StepTensors:
         return cls(**{name: torch.from_numpy(arrays[name].copy()).to(device) for name in names})
 
     @classmethod
-    def blank(cls, rows: int, blocks: int, device: torch.device) -> StepTensors:
-        """A decode step of `rows` rows, all of them padding: one token each, on the dummy page."""
+    def blank(cls, shape: GraphShape, block_size: int, device: torch.device) -> StepTensors:
+        """A step of padding on the dummy page: a decode of one token a row, or a prefill of equal rows."""
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+        def zeros(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
 
-        return cls(
-            input_ids=zeros(rows),
-            positions=zeros(rows),
-            slot_mapping=zeros(rows),
-            block_tables=zeros(rows, blocks, dtype=torch.int32),
+        rows, places = shape.rows, torch.arange(shape.tokens, device=device)
+        starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        blank = cls(
+            input_ids=zeros(shape.tokens),
+            positions=zeros(shape.tokens),
+            slot_mapping=zeros(shape.tokens),
+            block_tables=zeros(rows, -(-shape.context // block_size), dtype=torch.int32),
             seq_lens=zeros(rows, dtype=torch.int32) + 1,
-            query_start_loc=torch.arange(rows + 1, dtype=torch.int32, device=device),
+            query_start_loc=starts,
             logits_indices=torch.arange(rows, device=device),
             temperatures=zeros(rows, dtype=torch.float32),
             top_ps=zeros(rows, dtype=torch.float32) + 1,
             seeds=zeros(rows),
             sample_positions=zeros(rows),
         )
+        if shape.prefill:
+            each = -(-shape.tokens // rows)
+            blank.positions, blank.slot_mapping = places % each, places % block_size
+            blank.query_start_loc = (starts * each).clamp(max=shape.tokens)
+            blank.seq_lens = blank.query_start_loc.diff().clamp(min=1)
+            blank.logits_indices = zeros(rows)
+        return blank
 
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Puts a decode step's B rows in front; rows behind them become padding."""
+    def load(self, arrays: Mapping[str, np.ndarray], prefill: bool) -> None:
+        """Puts a step in front. Padding behind it: of a decode rows of one token, of a prefill tokens of no row."""
         rows, blocks = arrays["block_tables"].shape
-        for name in PER_ROW:
-            target = getattr(self, name)
-            padded = np.full(len(target), name in ("seq_lens", "top_ps"), arrays[name].dtype)
-            padded[:rows] = arrays[name]
+        ends = {"query_start_loc": arrays["query_start_loc"][-1], "seq_lens": 1, "top_ps": 1}
+        for name in PADDED + (PREFILL if prefill else ()):
+            target, array = getattr(self, name), arrays[name]
+            padded = np.full(len(target), ends.get(name, 0), array.dtype)
+            padded[: len(array)] = array
             target.copy_(torch.from_numpy(padded), non_blocking=True)
         tables = np.zeros(self.block_tables.shape, np.int32)
         tables[:rows, :blocks] = arrays["block_tables"]
@@ -90,18 +129,18 @@ class StepTensors:
 
 
 class Runner:
-    """`run` answers steps. `capture` prepares graphs for decode steps of at most so many rows and so long contexts."""
+    """`run` answers steps. `capture` prepares graphs for the shapes that steps will have."""
 
     def __init__(self, forward: contract.ForwardFn, logits: Tensor, block_size: int) -> None:
         self.forward, self.logits, self.block_size, self.device = forward, logits, block_size, logits.device
-        self.graphs: dict[tuple[int, int], Graph] = {}
+        self.graphs: dict[GraphShape, Graph] = {}
         self._pool: Any = None  # of torch.cuda.graph_pool_handle
 
-    def capture(self, rows: Sequence[int], contexts: Sequence[int]) -> None:
+    def capture(self, shapes: Sequence[GraphShape]) -> None:
         """Raises CandidateError("capture_error"). Largest first, so that the smaller ones reuse the pool's memory."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        for shape in sorted(((r, c) for r in rows for c in contexts), reverse=True):
-            self.graphs[shape] = Graph(self, *shape, self._pool)
+        for shape in sorted(shapes, reverse=True):
+            self.graphs[shape] = Graph(self, shape, self._pool)
 
     def run(
         self, scalars: Mapping[str, int], arrays: Mapping[str, np.ndarray], halted: Callable[[], bool]
@@ -114,21 +153,14 @@ class Runner:
 
     def rehearse(self, queries: int) -> None:
         """One row of `queries` tokens on the dummy page; its tokens mean nothing."""
-        tensors = StepTensors.blank(1, 1, self.device)
-        places = torch.arange(queries, device=self.device)
-        tensors.input_ids, tensors.positions, tensors.slot_mapping = torch.zeros_like(places), places, places
-        tensors.seq_lens, tensors.query_start_loc = tensors.seq_lens * queries, tensors.query_start_loc * queries
-        tensors.logits_indices = places[-1:]
-        counts = {"num_decodes": int(queries == 1), "num_prefills": int(queries > 1)}
-        self.compute(tensors, {**counts, "max_query_len": queries, "max_seq_len": queries}, greedy=True)
+        shape = GraphShape(queries > 1, queries, 1, queries)
+        self.compute(StepTensors.blank(shape, self.block_size, self.device), shape.scalars, greedy=True)
 
     def _graph_for(self, scalars: Mapping[str, int], arrays: Mapping[str, np.ndarray]) -> Graph | None:
-        """The smallest graph that holds the step; None for prefills, sampling with a temperature, and larger steps."""
-        if scalars["num_prefills"] or arrays["temperatures"].any():
+        """The smallest graph that holds the step; None for sampling with a temperature and for larger steps."""
+        if arrays["temperatures"].any():
             return None
-        rows, context = scalars["num_decodes"], scalars["max_seq_len"]
-        fitting = [shape for shape in self.graphs if shape[0] >= rows and shape[1] >= context]
-        return self.graphs[min(fitting)] if fitting else None
+        return self.graphs.get(min((shape for shape in self.graphs if shape.holds(scalars, arrays)), default=None))  # type: ignore[arg-type]
 
     def _plainly(
         self, scalars: Mapping[str, int], arrays: Mapping[str, np.ndarray], halted: Callable[[], bool]
@@ -174,20 +206,19 @@ class Runner:
 
 
 class Graph:
-    """One decode step of `rows` rows at contexts up to `context`, captured; replayed it advances by itself."""
+    """A step of some shape, captured. A decode advances by itself when it is replayed."""
 
-    def __init__(self, runner: Runner, rows: int, context: int, pool: Any) -> None:
-        self.tensors = StepTensors.blank(rows, -(-context // runner.block_size), runner.device)
-        scalars = {"num_decodes": rows, "num_prefills": 0, "max_query_len": 1, "max_seq_len": context}
-        self.runner = runner
-        self.tokens = torch.zeros(rows, dtype=torch.int64, device=runner.device)
-        self.host = torch.zeros((AHEAD, rows), dtype=torch.int64, pin_memory=True)
+    def __init__(self, runner: Runner, shape: GraphShape, pool: Any) -> None:
+        self.shape, self.tensors = shape, StepTensors.blank(shape, runner.block_size, runner.device)
+        self.tokens = torch.zeros(shape.rows, dtype=torch.int64, device=runner.device)
+        self.host = torch.zeros((AHEAD, shape.rows), dtype=torch.int64, pin_memory=True)
         self.events = [torch.cuda.Event() for _ in range(AHEAD)]
         self.graph = torch.cuda.CUDAGraph()
 
         def step() -> None:
-            self.tokens.copy_(runner.compute(self.tensors, scalars, greedy=True))
-            self.tensors.advance(self.tokens, runner.block_size)
+            self.tokens.copy_(runner.compute(self.tensors, shape.scalars, greedy=True))
+            if not shape.prefill:
+                self.tensors.advance(self.tokens, runner.block_size)
 
         def capture() -> None:
             step()  # outside the capture: kernels compile, cuBLAS gets its workspace
@@ -199,8 +230,8 @@ class Graph:
 
     def replay(self, arrays: Mapping[str, np.ndarray], num_steps: int, halted: Callable[[], bool]) -> Iterator[Tokens]:
         """AHEAD steps are under way while the host looks at one's tokens: the device never waits for it."""
-        rows, launched = len(arrays["input_ids"]), 0
-        self.tensors.load(arrays)
+        rows, launched = len(arrays["logits_indices"]), 0
+        self.tensors.load(arrays, self.shape.prefill)
         for index in range(num_steps):
             while launched < min(num_steps, index + AHEAD):
                 if launched > 0 and halted():

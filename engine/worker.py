@@ -28,7 +28,7 @@ from torch import Tensor
 from tideforge.engine import contract, memory, protocol
 from tideforge.engine import device as device_memory
 from tideforge.engine.guard import die_with_parent
-from tideforge.engine.runner import Runner, last_line
+from tideforge.engine.runner import GraphShape, Runner, last_line
 from tideforge.errors import CandidateError, PeerGone
 
 MAX_OUTPUT_BYTES = 16 << 20
@@ -180,7 +180,7 @@ class Worker:
     def capture(self, message: protocol.Message) -> None:
         assert self.runner is not None
         begin, head = time.perf_counter(), message.header
-        self.runner.capture(head["rows"], head["contexts"])
+        self.runner.capture([GraphShape(*shape) for shape in head["shapes"]])
         protocol.send(self.sock, {"type": "captured", "seconds": time.perf_counter() - begin})
 
     def step(self, message: protocol.Message) -> None:

@@ -89,6 +89,7 @@ def settings_for(endpoint: Endpoint) -> Settings:
         worker_cpus=worker_cpus() if device == "cpu" else (),
         spares=1 if device == "cpu" else GPU_SPARES,
         capture_rows=() if device == "cpu" else graph_rows(limits.max_num_seqs),
+        capture_tokens=() if device == "cpu" else tuple(1 << power for power in range(4, 12)),
         capture_contexts=() if device == "cpu" else graph_contexts(limits.max_model_len),
     )
 

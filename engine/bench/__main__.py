@@ -41,12 +41,15 @@ CPU = Size("llama-tiny", "float32", 4, 60.0, (1, 4), (8, 16), 16)
 
 
 def settings(size: Size, state: Path, device: str, model: Path) -> Settings:
-    cuda = device == "cuda"
-    return Settings(
-        state=state, model=model, dtype=size.dtype, device=device, num_blocks=4096 if cuda else 128,
+    chosen = Settings(
+        state=state, model=model, dtype=size.dtype, device=device, num_blocks=4096 if device == "cuda" else 128,
         limits=Limits(max(size.users), 4096, 2048, decode_steps=64),
-        capture_rows=size.users if cuda else (), capture_contexts=(256, 1024) if cuda else (),
     )  # fmt: skip
+    if device == "cpu":
+        return chosen
+    return dataclasses.replace(
+        chosen, capture_rows=size.users, capture_tokens=(32, 128, 512, 2048), capture_contexts=(256, 1024)
+    )
 
 
 def part_decode(size: Size, state: Path, device: str) -> dict[str, Any]:

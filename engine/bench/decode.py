@@ -22,7 +22,7 @@ from tideforge.engine.evaluate import new_core
 from tideforge.engine.executor import Sampled, step_arrays, step_scalars
 from tideforge.engine.forward import Forward
 from tideforge.engine.lab import Lab
-from tideforge.engine.runner import Runner
+from tideforge.engine.runner import GraphShape, Runner
 from tideforge.engine.scheduler import Request, Step
 from tideforge.engine.worker import Worker
 
@@ -105,15 +105,16 @@ def decode_loop(lab: Lab, runner: Runner, step: Step, longest: int) -> tuple[Cal
         return plainly, lambda: None
     rows = min(size for size in lab.settings.capture_rows if size >= len(step.seq_lens))
     context = min(size for size in lab.settings.capture_contexts if size >= longest)
-    runner.capture([rows], [context])
-    graph = runner.graphs[rows, context]
+    shape = GraphShape(False, rows, rows, context)
+    runner.capture([shape])
+    graph = runner.graphs[shape]
 
     def replay(count: int) -> None:
         for _ in range(count):
             graph.graph.replay()
         torch.cuda.synchronize()
 
-    return replay, lambda: graph.tensors.load(step_arrays(step))
+    return replay, lambda: graph.tensors.load(step_arrays(step), False)
 
 
 class Planned:
