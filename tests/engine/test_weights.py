@@ -229,3 +229,44 @@ def test_smollm2_speaks_and_counts_digits() -> None:
     for _ in range(6):
         answer.append(int(model.forward(ids + answer, [-1]).logits.argmax()))
     assert "Paris" in tokenizer.decode(answer)
+
+
+def sharded(tiny: Path, folder: Path) -> tuple[Path, dict[str, str]]:
+    """The tiny model in two files with an index, as large checkpoints come; its tensors by file."""
+    tensors = load_file(tiny / "model.safetensors")
+    where = {name: f"model-{1 + i % 2:05d}-of-00002.safetensors" for i, name in enumerate(sorted(tensors))}
+    for file in set(where.values()):
+        part = {name: torch.from_numpy(tensors[name]) for name, place in where.items() if place == file}
+        save_file(part, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return folder, where
+
+
+def test_shards_are_one_checkpoint(tiny: Path, tmp_path: Path) -> None:
+    folder, _ = sharded(tiny, tmp_path)
+    save_file({"model.norm.weight": torch.zeros(3), "other": torch.zeros(3)}, folder / "consolidated.safetensors")
+    found = {name: array for name, _, array in read_tensors(folder)}
+    expected = load_file(tiny / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[name], array) for name, array in expected.items())
+
+
+def test_a_missing_shard_or_tensor_is_named(tiny: Path, tmp_path: Path) -> None:
+    folder, where = sharded(tiny, tmp_path)
+    absent = {**where, "model.extra.weight": min(where.values())}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": absent}))
+    with pytest.raises(UserError, match=r"model-00001-of-00002\.safetensors: holds no tensor model\.extra\.weight"):
+        Checkpoint(folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(UserError, match=r"model-00002-of-00002\.safetensors: is absent"):
+        Checkpoint(folder)
+    (folder / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(UserError, match="weight_map"):
+        Checkpoint(folder)
+
+
+def test_eight_bit_floats_are_refused_by_name(tmp_path: Path) -> None:
+    save_file({"a.weight": torch.zeros(4, dtype=torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"a\.weight in F8_E4M3"):
+        Checkpoint(tmp_path)
