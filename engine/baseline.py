@@ -25,11 +25,11 @@ from torch import Tensor
 from tideforge.engine.config import ModelConfig
 from tideforge.engine.contract import Batch, Context, KVGroup, Limits
 from tideforge.engine.evaluate import environment
+from tideforge.engine.model_config import model_for
 from tideforge.engine.weights import Checkpoint
 from tideforge.engine.worker import load_forward
 from tideforge.errors import MissingExtra, UserError
 
-MODELS = Path(__file__).parent / "models"
 BLOCK_SIZE = 16
 
 
@@ -55,9 +55,12 @@ class RawLane:
         self, folder: Path, config: ModelConfig, weights: dict[str, Tensor], dtype: torch.dtype, length: int
     ) -> None:
         self.blocks = -(-length // BLOCK_SIZE)
-        shape = (self.blocks + 1, BLOCK_SIZE, config.num_key_value_heads, config.head_dim)
-        planes = [[torch.zeros(shape, dtype=dtype) for _ in range(config.num_hidden_layers)] for _ in range(2)]
-        group = KVGroup(BLOCK_SIZE, tuple(planes[0]), tuple(planes[1]))
+        shape = (self.blocks + 1, BLOCK_SIZE, config.page_heads)
+        keys, values = (
+            tuple(torch.zeros(*shape, dim, dtype=dtype) for _ in range(config.num_hidden_layers))
+            for dim in (config.key_dim, config.value_dim)
+        )
+        group = KVGroup(BLOCK_SIZE, keys, values)
         layers = range(config.num_hidden_layers)
         ctx = Context(config, weights, dtype, torch.device("cpu"), (group,), layers, Limits(1, length, length))
         self.forward = load_forward(folder, ctx)
@@ -248,7 +251,7 @@ def baseline(
     if rounds < 1 or steps < 1:
         raise UserError("--rounds and --steps", "must be at least 1", "give positive numbers")
     config, precision = ModelConfig.load(model), getattr(torch, dtype)
-    folder = forward or MODELS / ("moe" if config.num_local_experts else "llama")
+    folder = forward or model_for(config.architecture)
     length = prompt_tokens + steps + 1
     weights = _load(model, precision)
     floor = FloorLane(config, weights)

@@ -1,74 +1,15 @@
-"""Figures of the model and of the engine, without torch: the authority works with these."""
+"""Settings of the engine, without torch: the authority works with these. ModelConfig is re-exported from here."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tideforge.engine.memory import ArenaLayout
+from tideforge.engine.model_config import ModelConfig
 from tideforge.errors import UserError
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """Architecture figures under the names of Hugging Face's config.json."""
-
-    architecture: str
-    vocab_size: int
-    num_hidden_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    eos_token_ids: tuple[int, ...] = ()
-    num_local_experts: int = 0  # 0: dense
-    num_experts_per_tok: int = 0
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
-        heads = raw["num_attention_heads"]
-        eos = raw.get("eos_token_id")
-        rope = raw.get("rope_parameters") or {}
-        return cls(
-            architecture=raw["architectures"][0],
-            vocab_size=raw["vocab_size"],
-            num_hidden_layers=raw["num_hidden_layers"],
-            hidden_size=raw["hidden_size"],
-            intermediate_size=raw["intermediate_size"],
-            num_attention_heads=heads,
-            num_key_value_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-            rms_norm_eps=raw["rms_norm_eps"],
-            rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-            max_position_embeddings=raw["max_position_embeddings"],
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
-            num_local_experts=raw.get("num_local_experts") or 0,
-            num_experts_per_tok=raw.get("num_experts_per_tok") or 0,
-        )
-
-    @classmethod
-    def load(cls, folder: Path) -> ModelConfig:
-        """Raises UserError when the folder has no readable config.json."""
-        path = folder / "config.json"
-        try:
-            return cls.from_dict(json.loads(path.read_text()))
-        except FileNotFoundError:
-            raise UserError(
-                str(path), "does not exist", "give a model folder (`tideforge weights` makes one)"
-            ) from None
-        except (ValueError, KeyError, IndexError) as error:
-            raise UserError(
-                str(path), f"is not a model config ({error!r})", "take config.json of the checkpoint"
-            ) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +57,9 @@ class Settings:
             num_layers=config.num_hidden_layers,
             num_blocks=self.num_blocks,
             block_size=self.block_size,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
+            num_kv_heads=config.page_heads,
+            key_dim=config.key_dim,
+            value_dim=config.value_dim,
             dtype=self.dtype,
             max_logits=self.limits.max_num_seqs,
             vocab_size=config.vocab_size,

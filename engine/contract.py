@@ -23,9 +23,20 @@ __all__ = ["Batch", "Context", "ForwardFn", "KVGroup", "Limits", "ModelConfig"]
 
 @dataclasses.dataclass(frozen=True)
 class KVGroup:
-    """Paged K and V of the layers that share block tables. keys[i], values[i]: [num_blocks, block_size, H_kv, D].
+    """Paged K and V of the layers that share block tables. Tensor i belongs to the i-th of them.
 
-    Block 0 is the dummy page: padded rows write there and nobody reads it. Later groups may hold state slots.
+    keys[i], values[i]: [num_blocks, block_size, heads, dim]. What they hold is the architecture's (ModelConfig.page_heads,
+    key_dim, value_dim). Grouped queries: keys after rotation and values, each [H_kv, head_dim]. Latent attention: keys[i]
+    [1, kv_lora_rank] are the normed latents that keys and values of all heads come from, values[i] [1, qk_rope_head_dim]
+    the rotated part of the keys. Block 0 is the dummy page: padded rows write there and nobody reads it.
+
+    A context may hold several groups. Group g has its own Batch.slot_mapping[g] and block_tables[g]; the config says which
+    layers are whose. State of recurrent layers is such a group: block_size 1 and one block a sequence, so its table has one
+    column and all of a sequence's tokens map to that slot; keys[i] is the recurrent state, values[i] what the next step needs
+    of the last tokens. A sequence whose first position is 0 starts anew, whatever the slot held. Today there is one group.
+
+    A page's precision is its tensor's dtype, not Context.dtype: an FP8 page is a float8_e4m3fn tensor, and whoever writes
+    converts.
     """
 
     block_size: int
@@ -39,7 +50,12 @@ class KVGroup:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What `build` gets. Weights are read-only and named as in the checkpoint."""
+    """What `build` gets. Weights are read-only and named as in the checkpoint.
+
+    `dtype` is what activations are computed in. A weight's precision is its own tensor's dtype; today all have the endpoint's.
+    An FP8 weight comes as float8_e4m3fn, with its scales under the checkpoint's name for them (`X.weight_scale_inv`); FP4 as
+    uint8, two numbers a byte, with scales alike.
+    """
 
     config: ModelConfig
     weights: Mapping[str, Tensor]
@@ -58,6 +74,9 @@ class Batch:
     Shapes: input_ids [T] int64, positions [T] int64, slot_mapping per group [T] int64 (block * block_size + offset),
     block_tables per group [B, M] int32 (padded with 0), seq_lens [B] int32 (context length including this step's
     tokens), query_start_loc [B + 1] int32, logits_indices [N] int64 (rows of T), logits [N, V] fp32 (to be written).
+
+    N is not tied to B: a prefill chunk before a prompt's end wants no row, and a sequence whose draft tokens are checked wants
+    one row for each. Row n of the logits belongs to the sequence whose rows of T hold logits_indices[n].
     """
 
     input_ids: Tensor

@@ -15,6 +15,7 @@ from tideforge.engine.executor import Executor, Sampled, step_arrays, step_scala
 from tideforge.engine.forward import ENTRY, Forward
 from tideforge.engine.runner import Runner
 from tideforge.engine.scheduler import Step
+from tideforge.engine.weights import Checkpoint
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _COUNT = itertools.count()
@@ -24,15 +25,17 @@ class LocalMemory:
     """Weights, one KV group and a logits buffer: what a keeper holds, here as tensors that executors may share."""
 
     def __init__(self, settings: Settings) -> None:
-        from safetensors.torch import load_file
-
         self.settings, self.config = settings, ModelConfig.load(settings.model)
         self.dtype = _DTYPES[settings.dtype]
-        files = sorted(settings.model.glob("*.safetensors"))
-        self.weights = {name: value.to(self.dtype) for file in files for name, value in load_file(file).items()}
+        checkpoint = Checkpoint(settings.model)
+        tensors = {name: torch.from_numpy(checkpoint.float32(name).copy()) for name in checkpoint.names}
+        self.weights = {name: tensor.to(self.dtype) for name, tensor in tensors.items()}
         layout = settings.arena_layout(self.config)
-        planes = [torch.zeros(layout.page_shape, dtype=self.dtype) for _ in range(2 * layout.num_layers)]
-        self.group = KVGroup(layout.block_size, tuple(planes[0::2]), tuple(planes[1::2]))
+        keys, values = (
+            tuple(torch.zeros(layout.page_shape(side), dtype=self.dtype) for _ in range(layout.num_layers))
+            for side in (False, True)
+        )
+        self.group = KVGroup(layout.block_size, keys, values)
         self.logits = torch.zeros(layout.max_logits, layout.vocab_size)
 
 

@@ -27,29 +27,44 @@ class TensorEntry:
 
 @dataclasses.dataclass(frozen=True)
 class ArenaLayout:
-    """KV pages of all layers, then the logits buffer. Pages of layer i: K then V, [num_blocks, block_size, H_kv, D]."""
+    """KV pages of all layers, then the logits buffer. Pages of layer i: K then V, [num_blocks, block_size, heads, dim].
+
+    K and V may differ in their last dimension: latent attention caches something else in each (ModelConfig.key_dim).
+    """
 
     num_layers: int
     num_blocks: int
     block_size: int
     num_kv_heads: int
-    head_dim: int
+    key_dim: int
+    value_dim: int
     dtype: str
     max_logits: int
     vocab_size: int
 
-    @property
-    def page_shape(self) -> tuple[int, int, int, int]:
-        return (self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
+    def page_shape(self, values: bool) -> tuple[int, int, int, int]:
+        """Of one layer's values or keys."""
+        return (self.num_blocks, self.block_size, self.num_kv_heads, self.value_dim if values else self.key_dim)
+
+    def plane_bytes(self, values: bool) -> int:
+        """Bytes of one layer's values or keys."""
+        return int(np.prod(self.page_shape(values))) * ITEM_BYTES[self.dtype]
 
     @property
-    def plane_bytes(self) -> int:
-        """Bytes of one layer's keys (or values)."""
-        return int(np.prod(self.page_shape)) * ITEM_BYTES[self.dtype]
+    def layer_bytes(self) -> int:
+        return self.plane_bytes(values=False) + self.plane_bytes(values=True)
+
+    def plane_offset(self, layer: int, values: bool) -> int:
+        """Where they begin in the arena."""
+        return layer * self.layer_bytes + (self.plane_bytes(values=False) if values else 0)
+
+    @property
+    def pages_bytes(self) -> int:
+        return self.num_layers * self.layer_bytes
 
     @property
     def logits_offset(self) -> int:
-        return -(-2 * self.num_layers * self.plane_bytes // ALIGN) * ALIGN
+        return -(-self.pages_bytes // ALIGN) * ALIGN
 
     @property
     def bytes(self) -> int:
@@ -82,11 +97,11 @@ class Arena:
         return self.fds[-1]
 
     def plane(self, layer: int, values: bool = False) -> np.ndarray:
-        """Keys (or values) of a layer, [num_blocks, block_size, H_kv, D]; 16-bit floats come as uint16."""
+        """Keys (or values) of a layer, [num_blocks, block_size, heads, dim]; 16-bit floats come as uint16."""
         layout = self.layout
         dtype = np.float32 if layout.dtype == "float32" else np.uint16
-        offset = (2 * layer + values) * layout.plane_bytes
-        return self._read(offset, int(np.prod(layout.page_shape)), dtype).reshape(layout.page_shape)
+        shape = layout.page_shape(values)
+        return self._read(layout.plane_offset(layer, values), int(np.prod(shape)), dtype).reshape(shape)
 
     def logits(self, rows: int) -> np.ndarray:
         """The first `rows` rows of the logits buffer, fp32 [rows, V]."""
@@ -100,10 +115,9 @@ class Arena:
 
     def fill(self, byte: int) -> None:
         """Overwrites all pages: 0x00 for zeros, 0xFF for NaN in every float type."""
-        count = 2 * self.layout.num_layers * self.layout.plane_bytes
         if self.keeping is not None:
-            return self.keeping.fill(count, byte)
-        np.frombuffer(self._map, np.uint8, count)[:] = byte
+            return self.keeping.fill(self.layout.pages_bytes, byte)
+        np.frombuffer(self._map, np.uint8, self.layout.pages_bytes)[:] = byte
 
     def close(self) -> None:
         for fd in self.fds:

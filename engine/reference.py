@@ -156,7 +156,8 @@ def measure_noise(model: ReferenceModel, dtype: str, tokens: Sequence[int], laye
     """Runs the model in fp32 and in ORDERS other reduction orders at `dtype`."""
     import torch
 
-    from tideforge.engine.reference_model import Arithmetic, Reordered, as_numpy
+    from tideforge.engine.arithmetic import Arithmetic, Reordered
+    from tideforge.engine.reference_model import as_numpy
 
     if not tokens:
         tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, NOISE_TOKENS).tolist()

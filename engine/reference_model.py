@@ -1,13 +1,13 @@
 """The plain forward of a checkpoint: whole sequences, no cache, no pages, fp32. The slow, obvious oracle.
 
-Weights are mapped from the checkpoint and upcast layer by layer. Its arithmetic can be exchanged (`Reordered`) to
-measure what reduction order and rounding do to the logits; compare.py says what follows from that.
+Weights are mapped from the checkpoint and upcast layer by layer. Its arithmetic can be exchanged (`arithmetic.Reordered`)
+to measure what reduction order and rounding do to the logits; compare.py says what follows from that. It shares the
+figures of config.json with the raw forwards and no arithmetic: angles, routing and attention are spelled out here anew.
 """
 
 from __future__ import annotations
 
-import itertools
-import random
+import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,66 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tideforge.engine.arithmetic import Arithmetic
 from tideforge.engine.config import ModelConfig
 from tideforge.engine.weights import Checkpoint
-from tideforge.errors import UserError
 
-ARCHITECTURES = ("LlamaForCausalLM", "MixtralForCausalLM")
-
-
-class Arithmetic:
-    """fp32 throughout, in torch's own order."""
-
-    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        return a @ b
-
-    def mean_square(self, x: Tensor) -> Tensor:
-        return x.pow(2).mean(-1, keepdim=True)
-
-    def round(self, x: Tensor) -> Tensor:
-        return x
-
-
-class Reordered(Arithmetic):
-    """Every contraction in blocks of random width, added one after another in random order; results rounded to `dtype`.
-
-    Blocks accumulate in fp32, as kernels for 16-bit types do; what is stored between operations has the precision.
-    """
-
-    def __init__(self, dtype: torch.dtype, seed: int) -> None:
-        self.dtype, self.random = dtype, random.Random(seed)
-
-    def blocks(self, length: int) -> list[slice]:
-        """Covers range(length) once, in blocks of 16 to 128."""
-        cuts = [0]
-        while cuts[-1] < length:
-            cuts.append(min(length, cuts[-1] + self.random.randint(16, 128)))
-        parts = [slice(begin, end) for begin, end in itertools.pairwise(cuts)]
-        self.random.shuffle(parts)
-        return parts
-
-    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        total = a.new_zeros(*a.shape[:-1], b.shape[-1])
-        for part in self.blocks(a.shape[-1]):
-            if a.dim() == 2:
-                total.addmm_(a[:, part], b[part])
-            else:
-                total.baddbmm_(a[..., part], b[..., part, :])
-        return self.round(total)
-
-    def mean_square(self, x: Tensor) -> Tensor:
-        squares = x.pow(2)
-        total = x.new_zeros(*x.shape[:-1], 1)
-        for part in self.blocks(x.shape[-1]):
-            total += squares[..., part].sum(-1, keepdim=True)
-        return total / x.shape[-1]
-
-    def round(self, x: Tensor) -> Tensor:
-        return x.to(self.dtype).float()
+LATENT_EPS = 1e-6  # of the norms inside latent attention: config.json does not name it
+SWIGLU = ("gate_proj", "up_proj", "down_proj")
 
 
 class Result(NamedTuple):
-    """logits [rows, V] of the asked rows; keys and values [L, T, H_kv, D] as a cache holds them (keys after rotation)."""
+    """logits [rows, V] of the asked rows; keys and values [L, T, heads, dim] as a cache holds them (contract.KVGroup)."""
 
     logits: Tensor
     keys: Tensor
@@ -85,14 +35,11 @@ class Result(NamedTuple):
 
 
 class ReferenceModel:
-    """LlamaForCausalLM and MixtralForCausalLM. Raises UserError for another architecture or missing weights."""
+    """Every architecture that ModelConfig knows. Raises UserError for another one or for missing weights."""
 
     def __init__(self, folder: Path, device: str = "cpu") -> None:
         self.config, self.device = ModelConfig.load(folder), torch.device(device)
         self._there: dict[str, Tensor] = {}
-        if self.config.architecture not in ARCHITECTURES:
-            problem = f"is of architecture {self.config.architecture}"
-            raise UserError(str(folder), problem, f"the reference knows {' and '.join(ARCHITECTURES)}")
         self.checkpoint = Checkpoint(folder)
 
     def weight(self, name: str) -> Tensor:
@@ -117,10 +64,10 @@ class ReferenceModel:
     ) -> Result:
         """One sequence [T] -> logits of `rows` (all if None) and the K and V of `layers` (all if None)."""
         run = _Run(self, arithmetic or Arithmetic(), len(token_ids))
-        x = F.embedding(torch.tensor(token_ids), run.weight("model.embed_tokens"))
+        x = F.embedding(torch.tensor(token_ids), run.weight("model.embed_tokens.weight"))
         keys, values = [], []
         for index in layers if layers is not None else range(self.config.num_hidden_layers):
-            x, k, v = run.layer(x, f"model.layers.{index}")
+            x, k, v = run.layer(x, index)
             keys.append(k)
             values.append(v)
         wanted = x if rows is None else x[torch.tensor(rows, dtype=torch.int64)]
@@ -134,66 +81,163 @@ class _Run:
 
     def __init__(self, model: ReferenceModel, arithmetic: Arithmetic, length: int) -> None:
         self.model, self.config, self.arithmetic = model, model.config, arithmetic
-        half = torch.arange(0, self.config.head_dim, 2) / self.config.head_dim
-        angles = torch.outer(torch.arange(length).float(), 1.0 / self.config.rope_theta**half)
-        angles = torch.cat((angles, angles), dim=-1)[:, None]
-        self.cos, self.sin = arithmetic.round(angles.cos()), arithmetic.round(angles.sin())
+        turning, factor = rope(self.config)
+        angles = torch.outer(torch.arange(length).float(), turning.float())[:, None]
+        self.cos, self.sin = arithmetic.round(angles.cos() * factor), arithmetic.round(angles.sin() * factor)
         self.future = torch.ones(length, length, dtype=torch.bool).triu(1)
 
     def weight(self, name: str) -> Tensor:
         """In fp32, rounded to the precision under test."""
-        return self.arithmetic.round(self.model.weight(f"{name}.weight"))
+        return self.arithmetic.round(self.model.weight(name))
 
-    def linear(self, x: Tensor, name: str) -> Tensor:
-        return self.arithmetic.matmul(x, self.weight(name).T)
+    def linear(self, x: Tensor, name: str, bias: bool = False) -> Tensor:
+        y = self.arithmetic.product(x, self.weight(f"{name}.weight").T)
+        return self.arithmetic.round(y + self.weight(f"{name}.bias") if bias else y)
 
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        scale = torch.rsqrt(self.arithmetic.mean_square(x) + self.config.rms_norm_eps)
-        return self.arithmetic.round(self.arithmetic.round(x * scale) * self.weight(name))
+    def norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
+        scale = torch.rsqrt(self.arithmetic.mean_square(x) + (self.config.rms_norm_eps if eps is None else eps))
+        return self.arithmetic.round(self.arithmetic.round(x * scale) * self.weight(f"{name}.weight"))
 
-    def layer(self, x: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        attended, k, v = self.attention(self.norm(x, f"{name}.input_layernorm"), f"{name}.self_attn")
+    def layer(self, x: Tensor, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        name = f"model.layers.{index}"
+        attend = self.latent_attention if self.config.kv_lora_rank else self.attention
+        attended, k, v = attend(self.norm(x, f"{name}.input_layernorm"), f"{name}.self_attn")
         x = self.arithmetic.round(x + attended)
         inside = self.norm(x, f"{name}.post_attention_layernorm")
-        if self.config.num_local_experts:
-            out = self.mixture(inside, f"{name}.block_sparse_moe")
+        if not self.config.is_sparse(index):
+            out = self.mlp(inside, f"{name}.mlp")
+        elif self.config.architecture == "MixtralForCausalLM":
+            out = self.mixture(inside, f"{name}.block_sparse_moe", ("w1", "w3", "w2"))
         else:
-            out = self.mlp(inside, f"{name}.mlp", ("gate_proj", "up_proj", "down_proj"))
+            out = self.mixture(inside, f"{name}.mlp", SWIGLU)
         return self.arithmetic.round(x + out), k, v
 
     def attention(self, x: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        dim, round_ = self.config.head_dim, self.arithmetic.round
-        q, k, v = (self.linear(x, f"{name}.{part}_proj").unflatten(-1, (-1, dim)) for part in "qkv")
+        dim, bias = self.config.head_dim, self.config.qkv_bias
+        q, k, v = (self.linear(x, f"{name}.{part}_proj", bias).unflatten(-1, (-1, dim)) for part in "qkv")
+        if self.config.qk_norm:
+            q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
         q, k = self.rotate(q), self.rotate(k)
         group = self.config.num_attention_heads // self.config.num_key_value_heads
-        every_k, every_v = (t.repeat_interleave(group, dim=1).transpose(0, 1) for t in (k, v))  # [heads, T, D]
-        scores = self.arithmetic.matmul(q.transpose(0, 1), every_k.transpose(1, 2)) * dim**-0.5
-        shares = round_(scores.masked_fill(self.future, -torch.inf).softmax(-1))
-        mixed = self.arithmetic.matmul(shares, every_v).transpose(0, 1).flatten(1)
-        return self.linear(mixed, f"{name}.o_proj"), k, v
+        every_k, every_v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+        return self.linear(self.mix(q, every_k, every_v, dim**-0.5), f"{name}.o_proj"), k, v
+
+    def latent_attention(self, x: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values of each head expanded from one latent a token; what is cached is latent and rotated part."""
+        config, heads = self.config, self.config.num_attention_heads
+        if config.q_lora_rank:
+            compressed = self.norm(self.linear(x, f"{name}.q_a_proj"), f"{name}.q_a_layernorm", LATENT_EPS)
+            q = self.linear(compressed, f"{name}.q_b_proj").unflatten(-1, (heads, -1))
+        else:
+            q = self.linear(x, f"{name}.q_proj").unflatten(-1, (heads, -1))
+        joined = self.linear(x, f"{name}.kv_a_proj_with_mqa")
+        latent = self.norm(joined[:, : config.kv_lora_rank], f"{name}.kv_a_layernorm", LATENT_EPS)
+        turned = self.rotate(self.halves(joined[:, None, config.kv_lora_rank :]))
+        nope = config.qk_nope_head_dim
+        expanded = self.linear(latent, f"{name}.kv_b_proj").unflatten(-1, (heads, -1))
+        k = torch.cat((expanded[..., :nope], turned.expand(-1, heads, -1)), dim=-1)
+        q = torch.cat((q[..., :nope], self.rotate(self.halves(q[..., nope:]))), dim=-1)
+        mixed = self.mix(q, k, expanded[..., nope:], k.shape[-1] ** -0.5 * yarn_temperature(config))
+        return self.linear(mixed, f"{name}.o_proj"), latent[:, None], turned
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Causal attention, each [T, heads, dim] -> [T, heads * dim of v]."""
+        scores = self.arithmetic.matmul(q.transpose(0, 1), k.permute(1, 2, 0)) * scale
+        shares = self.arithmetic.round(scores.masked_fill(self.future, -torch.inf).softmax(-1))
+        return self.arithmetic.matmul(shares, v.transpose(0, 1)).transpose(0, 1).flatten(1)
+
+    def halves(self, x: Tensor) -> Tensor:
+        """Pairs that lie side by side, as first and second half."""
+        return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if self.config.rope_interleave else x
 
     def rotate(self, x: Tensor) -> Tensor:
-        first, second = x.chunk(2, dim=-1)
-        return self.arithmetic.round(x * self.cos + torch.cat((-second, first), dim=-1) * self.sin)
+        first, second = x.tensor_split(2, dim=-1)
+        turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
+        return self.arithmetic.round(torch.cat(turned, dim=-1))
 
-    def mlp(self, x: Tensor, name: str, parts: tuple[str, str, str]) -> Tensor:
+    def mlp(self, x: Tensor, name: str, parts: tuple[str, str, str] = SWIGLU) -> Tensor:
         gate, up, down = (f"{name}.{part}" for part in parts)
         round_ = self.arithmetic.round
         return self.linear(round_(round_(F.silu(self.linear(x, gate))) * self.linear(x, up)), down)
 
-    def mixture(self, x: Tensor, name: str) -> Tensor:
-        """Mixtral: softmax over all experts, the top k of them rescaled to sum to one."""
-        shares, chosen = self.linear(x, f"{name}.gate").softmax(-1).topk(self.config.num_experts_per_tok, dim=-1)
-        shares = self.arithmetic.round(shares / shares.sum(-1, keepdim=True))
-        out = torch.zeros_like(x)
+    def mixture(self, x: Tensor, name: str, parts: tuple[str, str, str]) -> Tensor:
+        """The chosen experts one after another, then the shared one if there is one."""
+        round_ = self.arithmetic.round
+        grouped = self.config.architecture == "DeepseekV3ForCausalLM"
+        shares, chosen = self.by_group(x, name) if grouped else self.by_softmax(x, name)
+        shares, out = round_(shares), torch.zeros_like(x)
         for expert in range(self.config.num_local_experts):
             tokens, place = torch.where(chosen == expert)
             if len(tokens):
-                y = self.mlp(x[tokens], f"{name}.experts.{expert}", ("w1", "w3", "w2"))
-                out[tokens] = self.arithmetic.round(
-                    out[tokens] + self.arithmetic.round(y * shares[tokens, place, None])
-                )
+                y = self.mlp(x[tokens], f"{name}.experts.{expert}", parts)
+                out[tokens] = round_(out[tokens] + round_(y * shares[tokens, place, None]))
+        if self.config.n_shared_experts:
+            out = round_(out + self.mlp(x, f"{name}.shared_experts"))
+        if self.config.shared_expert_intermediate_size:
+            open_ = round_(self.linear(x, f"{name}.shared_expert_gate").sigmoid())
+            out = round_(out + round_(open_ * self.mlp(x, f"{name}.shared_expert")))
         return out
+
+    def by_softmax(self, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        """Mixtral, Qwen: softmax over all experts, then the k largest, which some models rescale to sum to one."""
+        shares, chosen = self.linear(x, f"{name}.gate").softmax(-1).sort(dim=-1, descending=True, stable=True)
+        shares, chosen = (t[:, : self.config.num_experts_per_tok] for t in (shares, chosen))
+        return (shares / shares.sum(-1, keepdim=True) if self.config.norm_topk_prob else shares), chosen
+
+    def by_group(self, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        """DeepSeek-V3: in fp32, sigmoids; groups by the sum of their two best, experts within the best groups."""
+        config = self.config
+        scores = self.arithmetic.product(x, self.weight(f"{name}.gate.weight").T).sigmoid()
+        biased = scores + self.weight(f"{name}.gate.e_score_correction_bias")
+        size = config.num_local_experts // config.n_group
+        best = biased.view(len(x), config.n_group, size).sort(-1, descending=True).values[..., :2].sum(-1)
+        last = best.sort(-1, descending=True).values[:, config.topk_group - 1, None]
+        biased = biased.masked_fill((best < last).repeat_interleave(size, dim=1), -torch.inf)
+        chosen = biased.sort(dim=-1, descending=True, stable=True).indices[:, : config.num_experts_per_tok]
+        shares = torch.take_along_dim(scores, chosen, dim=1)
+        if config.norm_topk_prob:
+            shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
+        return shares * config.routed_scaling_factor, chosen
+
+
+def rope(config: ModelConfig) -> tuple[Tensor, float]:
+    """Radians a position of each pair [head_dim / 2], fp64, and the factor on cos and sin."""
+    pair = torch.arange(config.head_dim // 2, dtype=torch.float64)
+    turning = torch.exp(-pair * 2 / config.head_dim * math.log(config.rope_theta))
+    scaling = config.rope_scaling
+    if scaling is None:
+        return turning, 1.0
+    turns = scaling.original_max_position_embeddings * turning / (2 * math.pi)  # in the first context
+    if scaling.rope_type == "llama3":
+        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        return torch.lerp(turning / scaling.factor, turning, kept.clamp(0, 1)), 1.0
+    # yarn: where along the pairs would exactly beta_fast, beta_slow turns lie? ln(turns) is linear in the pair's index.
+    step = 2 / config.head_dim * math.log(config.rope_theta)
+    ends = [math.log(float(turns[0]) / beta) / step for beta in (scaling.beta_fast, scaling.beta_slow)]
+    if scaling.truncate:
+        ends = [float(math.floor(ends[0])), float(math.ceil(ends[1]))]
+    begin, end = max(ends[0], 0), min(ends[1], config.head_dim - 1)
+    slowed = ((pair - begin) / (end - begin if end != begin else 1e-3)).clamp(0, 1)
+    return torch.lerp(turning, turning / scaling.factor, slowed), _yarn_factor(config)
+
+
+def _yarn_factor(config: ModelConfig) -> float:
+    scaling = config.rope_scaling
+    assert scaling is not None
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    growth = 0.1 * math.log(max(scaling.factor, 1.0))
+    if scaling.mscale and scaling.mscale_all_dim:
+        return (1 + growth * scaling.mscale) / (1 + growth * scaling.mscale_all_dim)
+    return 1 + growth
+
+
+def yarn_temperature(config: ModelConfig) -> float:
+    """What latent attention multiplies its scores by beside 1 / sqrt(dim)."""
+    scaling = config.rope_scaling
+    if scaling is None or not scaling.mscale_all_dim:
+        return 1.0
+    return (1 + 0.1 * scaling.mscale_all_dim * math.log(max(scaling.factor, 1.0))) ** 2
 
 
 def as_numpy(result: Result) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -54,13 +54,17 @@ def map_arena(fd: int, layout: memory.ArenaLayout, device: torch.device) -> tupl
         pages = torch.frombuffer(mmap.mmap(fd, layout.bytes), dtype=torch.uint8)
     else:
         pages = device_memory.attach(fd, layout.bytes, device, writable=True)
-    planes = [
-        pages[at : at + layout.plane_bytes].view(_DTYPES[layout.dtype]).reshape(layout.page_shape)
-        for at in range(0, 2 * layout.num_layers * layout.plane_bytes, layout.plane_bytes)
-    ]
+    layers = range(layout.num_layers)
+    keys, values = (tuple(_plane(pages, layout, layer, side) for layer in layers) for side in (False, True))
     logits = pages[layout.logits_offset : layout.bytes].view(torch.float32)
-    group = contract.KVGroup(layout.block_size, tuple(planes[0::2]), tuple(planes[1::2]))
+    group = contract.KVGroup(layout.block_size, keys, values)
     return group, logits.reshape(layout.max_logits, layout.vocab_size)
+
+
+def _plane(pages: Tensor, layout: memory.ArenaLayout, layer: int, values: bool) -> Tensor:
+    at = layout.plane_offset(layer, values)
+    flat = pages[at : at + layout.plane_bytes(values)].view(_DTYPES[layout.dtype])
+    return flat.reshape(layout.page_shape(values))
 
 
 def load_forward(folder: Path, ctx: contract.Context) -> contract.ForwardFn:

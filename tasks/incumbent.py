@@ -9,32 +9,20 @@ from pathlib import Path
 from tideforge.engine.archive import write_atomic
 from tideforge.engine.config import ModelConfig
 from tideforge.engine.forward import Forward
+from tideforge.engine.model_config import model_for
 from tideforge.engine.release import load_forward, read_approvers
 from tideforge.engine.releases import shipped_release
-from tideforge.errors import Refused, UserError
+from tideforge.errors import Refused
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.live import CHECK_S, version
 from tideforge.tasks.store import Run
 
-PLAIN = {"LlamaForCausalLM": "llama", "MixtralForCausalLM": "moe"}
-
-
-def plain_forward(model: Path) -> Path:
-    """The raw forward that comes with the engine for this model's architecture."""
-    architecture = ModelConfig.load(model).architecture
-    if architecture not in PLAIN:
-        raise UserError(
-            str(model), f"architecture {architecture} has no raw forward here",
-            f"write one and name it in the endpoint's `forward`; there are {', '.join(PLAIN)}",
-        )  # fmt: skip
-    import tideforge.engine
-
-    return Path(tideforge.engine.__file__).parent / "models" / PLAIN[architecture]
-
 
 def first_forward(endpoint: Endpoint) -> Path:
     """The folder of the forward that an endpoint starts with."""
-    return endpoint.forward if endpoint.forward is not None else plain_forward(endpoint.model)
+    return (
+        endpoint.forward if endpoint.forward is not None else model_for(ModelConfig.load(endpoint.model).architecture)
+    )
 
 
 def serving_forward(endpoint: Endpoint) -> Forward:

@@ -11,7 +11,7 @@ from tideforge.engine import baseline, doubles
 from tideforge.errors import UserError
 
 
-@pytest.mark.parametrize("make", [doubles.tiny_llama, doubles.tiny_moe])
+@pytest.mark.parametrize("make", [doubles.tiny_llama, doubles.tiny_moe, doubles.tiny_deepseek])
 def test_raw_and_transformers_decode_the_same_text(make: Callable[[Path], Path], tmp_path: Path) -> None:
     found = baseline.baseline(make(tmp_path), prompt_tokens=20, steps=15, rounds=2)
     assert found.agreeing_tokens == found.decoded_tokens == 15

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from tideforge.engine import doubles
 from tideforge.engine.contract import Batch, Context, ForwardFn, KVGroup, Limits, ModelConfig
+from tideforge.engine.model_config import model_for
 
-MODELS = Path(__file__).parents[2] / "engine" / "models"
 SMOLLM2 = Path(__file__).parents[2] / ".models" / "smollm2-135m-instruct"
 BLOCK_SIZE, NUM_BLOCKS = 4, 64
-FAMILIES = {"llama": doubles.tiny_llama, "moe": doubles.tiny_moe}
+FAMILIES = doubles.DOUBLES
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
@@ -35,19 +35,21 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
 
 def build(family: str, folder: Path, layers: range | None = None) -> tuple[ForwardFn, Context]:
     config = ModelConfig.load(folder)
-    shape = (NUM_BLOCKS, BLOCK_SIZE, config.num_key_value_heads, config.head_dim)
-    count = config.num_hidden_layers
-    group = KVGroup(BLOCK_SIZE, *(tuple(torch.full(shape, float("nan")) for _ in range(count)) for _ in range(2)))
+    shape, count = (NUM_BLOCKS, BLOCK_SIZE, config.page_heads), config.num_hidden_layers
+    keys, values = (
+        tuple(torch.full((*shape, dim), float("nan")) for _ in range(count))
+        for dim in (config.key_dim, config.value_dim)
+    )
     ctx = Context(
         config=config,
         weights=load_weights(folder),
         dtype=torch.float32,
         device=torch.device("cpu"),
-        kv_groups=(group,),
+        kv_groups=(KVGroup(BLOCK_SIZE, keys, values),),
         layer_range=layers or range(count),
         limits=Limits(max_model_len=256),
     )
-    spec = importlib.util.spec_from_file_location(f"raw_{family}", MODELS / family / "forward.py")
+    spec = importlib.util.spec_from_file_location(f"raw_{family}", model_for(config.architecture) / "forward.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

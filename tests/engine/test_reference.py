@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from tideforge.engine import compare, doubles
+from tideforge.engine.arithmetic import Reordered
 from tideforge.engine.reference import Reference, measure_noise
-from tideforge.engine.reference_model import ReferenceModel, Reordered
+from tideforge.engine.reference_model import ReferenceModel
 from tideforge.errors import ProtocolError, UserError
 
 SMOLLM2 = Path(__file__).parents[2] / ".models" / "smollm2-135m-instruct"
-FAMILIES = {"llama": doubles.tiny_llama, "moe": doubles.tiny_moe}
+FAMILIES = doubles.DOUBLES
 TOKENS = np.random.default_rng(3).integers(3, doubles.VOCAB, 40).tolist()
 
 

@@ -1,4 +1,4 @@
-"""Raw forward of the Llama architecture: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+"""Raw forward of Llama, Qwen2 (biases on q, k and v) and Qwen3 (q and k normed): rotary positions, grouped queries, SwiGLU."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rotary_tables(config: ModelConfig, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin of every position, [length, head_dim]; both halves of a head turn by the same angles."""
-    powers = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
-    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), config.rope_theta**-powers)
+    frequencies = torch.tensor(config.rope_frequencies, dtype=torch.float32, device=device)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)
     angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return (angles.cos() * config.rope_factor).to(dtype), (angles.sin() * config.rope_factor).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -71,6 +71,11 @@ class Layer:
         self.input_norm, self.post_norm = weight("input_layernorm"), weight("post_attention_layernorm")
         self.q_proj, self.k_proj = weight("self_attn.q_proj"), weight("self_attn.k_proj")
         self.v_proj, self.o_proj = weight("self_attn.v_proj"), weight("self_attn.o_proj")
+        if self.config.qkv_bias:
+            prefix = f"model.layers.{index}.self_attn"
+            self.biases = [ctx.weights[f"{prefix}.{part}_proj.bias"] for part in "qkv"]
+        if self.config.qk_norm:
+            self.q_norm, self.k_norm = weight("self_attn.q_norm"), weight("self_attn.k_norm")
         self.gate_proj, self.up_proj = weight("mlp.gate_proj"), weight("mlp.up_proj")
         self.down_proj = weight("mlp.down_proj")
         self.attention: Any = attention
@@ -85,10 +90,15 @@ class Layer:
         return x + self.mlp(rms_norm(x, self.post_norm, eps))
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, spans: list[Span] | Batch) -> Tensor:
-        dim = self.config.head_dim
-        q = F.linear(x, self.q_proj).unflatten(-1, (-1, dim))
-        k = F.linear(x, self.k_proj).unflatten(-1, (-1, dim))
-        v = F.linear(x, self.v_proj).unflatten(-1, (-1, dim))
+        q = F.linear(x, self.q_proj)
+        k = F.linear(x, self.k_proj)
+        v = F.linear(x, self.v_proj)
+        if self.config.qkv_bias:
+            q, k, v = (y + bias for y, bias in zip((q, k, v), self.biases, strict=True))
+        q, k, v = (y.unflatten(-1, (-1, self.config.head_dim)) for y in (q, k, v))
+        if self.config.qk_norm:
+            eps = self.config.rms_norm_eps
+            q, k = rms_norm(q, self.q_norm, eps), rms_norm(k, self.k_norm, eps)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         self.keys.flatten(0, 1).index_copy_(0, slots, k)
         self.values.flatten(0, 1).index_copy_(0, slots, v)

@@ -1,4 +1,4 @@
-"""Raw forward of the Mixtral architecture: Llama's attention, and a mixture of SwiGLU experts in each layer."""
+"""Raw forward of Mixtral, Qwen2-MoE and Qwen3-MoE: Llama's or Qwen's attention, a mixture of SwiGLU experts in most layers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rotary_tables(config: ModelConfig, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin of every position, [length, head_dim]; both halves of a head turn by the same angles."""
-    powers = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
-    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), config.rope_theta**-powers)
+    frequencies = torch.tensor(config.rope_frequencies, dtype=torch.float32, device=device)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)
     angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return (angles.cos() * config.rope_factor).to(dtype), (angles.sin() * config.rope_factor).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -60,32 +60,57 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, spans: list[Span]) -> Ten
     return out
 
 
+def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
 class Layer:
     def __init__(self, ctx: Context, index: int) -> None:
         def weight(name: str) -> Tensor:
             return ctx.weights[f"model.layers.{index}.{name}.weight"]
+
+        def mlp(name: str, parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")) -> tuple[Tensor, ...]:
+            return tuple(weight(f"{name}.{part}") for part in parts)
 
         self.config = ctx.config
         self.keys, self.values = ctx.kv_groups[0].keys[index], ctx.kv_groups[0].values[index]
         self.input_norm, self.post_norm = weight("input_layernorm"), weight("post_attention_layernorm")
         self.q_proj, self.k_proj = weight("self_attn.q_proj"), weight("self_attn.k_proj")
         self.v_proj, self.o_proj = weight("self_attn.v_proj"), weight("self_attn.o_proj")
-        self.router = weight("block_sparse_moe.gate")
-        self.experts = [
-            tuple(weight(f"block_sparse_moe.experts.{expert}.{part}") for part in ("w1", "w3", "w2"))
-            for expert in range(ctx.config.num_local_experts)
-        ]
+        if self.config.qkv_bias:
+            prefix = f"model.layers.{index}.self_attn"
+            self.biases = [ctx.weights[f"{prefix}.{part}_proj.bias"] for part in "qkv"]
+        if self.config.qk_norm:
+            self.q_norm, self.k_norm = weight("self_attn.q_norm"), weight("self_attn.k_norm")
+        count = self.config.num_local_experts
+        self.sparse = self.config.is_sparse(index)
+        if not self.sparse:
+            self.dense = mlp("mlp")
+        elif self.config.architecture == "MixtralForCausalLM":
+            self.router = weight("block_sparse_moe.gate")
+            self.experts = [mlp(f"block_sparse_moe.experts.{expert}", ("w1", "w3", "w2")) for expert in range(count)]
+        else:
+            self.router = weight("mlp.gate")
+            self.experts = [mlp(f"mlp.experts.{expert}") for expert in range(count)]
+        if self.sparse and self.config.shared_expert_intermediate_size:
+            self.shared, self.shared_gate = mlp("mlp.shared_expert"), weight("mlp.shared_expert_gate")
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, spans: list[Span]) -> Tensor:
         eps = self.config.rms_norm_eps
         x = x + self.attend(rms_norm(x, self.input_norm, eps), cos, sin, slots, spans)
-        return x + self.mixture(rms_norm(x, self.post_norm, eps))
+        y = rms_norm(x, self.post_norm, eps)
+        return x + (self.mixture(y) if self.sparse else swiglu(y, *self.dense))
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, spans: list[Span]) -> Tensor:
-        dim = self.config.head_dim
-        q = F.linear(x, self.q_proj).unflatten(-1, (-1, dim))
-        k = F.linear(x, self.k_proj).unflatten(-1, (-1, dim))
-        v = F.linear(x, self.v_proj).unflatten(-1, (-1, dim))
+        q = F.linear(x, self.q_proj)
+        k = F.linear(x, self.k_proj)
+        v = F.linear(x, self.v_proj)
+        if self.config.qkv_bias:
+            q, k, v = (y + bias for y, bias in zip((q, k, v), self.biases, strict=True))
+        q, k, v = (y.unflatten(-1, (-1, self.config.head_dim)) for y in (q, k, v))
+        if self.config.qk_norm:
+            eps = self.config.rms_norm_eps
+            q, k = rms_norm(q, self.q_norm, eps), rms_norm(k, self.k_norm, eps)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         self.keys.flatten(0, 1).index_copy_(0, slots, k)
         self.values.flatten(0, 1).index_copy_(0, slots, v)
@@ -95,18 +120,20 @@ class Layer:
         """Each token goes through its top experts; an expert sees all of its tokens at once."""
         shares = F.softmax(F.linear(x, self.router).float(), dim=-1)
         shares, chosen = shares.topk(self.config.num_experts_per_tok, dim=-1)
-        shares = (shares / shares.sum(-1, keepdim=True)).to(x.dtype)
+        if self.config.norm_topk_prob:
+            shares = shares / shares.sum(-1, keepdim=True)
+        shares = shares.to(x.dtype)
         out = torch.zeros_like(x)
         for expert in chosen.unique().tolist():
-            gate, up, down = self.experts[expert]
             tokens, place = torch.where(chosen == expert)
-            y = x[tokens]
-            y = F.linear(F.silu(F.linear(y, gate)) * F.linear(y, up), down)
+            y = swiglu(x[tokens], *self.experts[expert])
             out.index_add_(0, tokens, y * shares[tokens, place, None])
+        if self.config.shared_expert_intermediate_size:
+            out += torch.sigmoid(F.linear(x, self.shared_gate)) * swiglu(x, *self.shared)
         return out
 
 
-class Mixtral:
+class MoE:
     def __init__(self, ctx: Context) -> None:
         self.config = ctx.config
         self.block_size = ctx.kv_groups[0].block_size
@@ -127,4 +154,4 @@ class Mixtral:
 
 
 def build(ctx: Context) -> ForwardFn:
-    return Mixtral(ctx)
+    return MoE(ctx)
