@@ -31,15 +31,18 @@ class Play:
         self.played: dict[str, torch.Tensor] = {}
 
     def build(self, forward: Forward) -> Any:
-        shape = (64, BLOCK, self.config.num_key_value_heads, self.config.head_dim)
-        planes = [[torch.full(shape, float("nan")) for _ in range(self.config.num_hidden_layers)] for _ in range(2)]
+        shape, layers = (64, BLOCK, self.config.page_heads), range(self.config.num_hidden_layers)
+        keys, values = (
+            tuple(torch.full((*shape, dim), float("nan")) for _ in layers)
+            for dim in (self.config.key_dim, self.config.value_dim)
+        )
         ctx = Context(
             config=self.config,
             weights=self.weights,
             dtype=torch.float32,
             device=torch.device("cpu"),
-            kv_groups=(KVGroup(BLOCK, tuple(planes[0]), tuple(planes[1])),),
-            layer_range=range(self.config.num_hidden_layers),
+            kv_groups=(KVGroup(BLOCK, keys, values),),
+            layer_range=layers,
             limits=Limits(max_num_seqs=8, max_num_batched_tokens=128, max_model_len=128),
         )
         scope: dict[str, Any] = {"__name__": "forward"}
@@ -150,7 +153,7 @@ class Bench:
 
 def make_bench(name: str, folder: Path) -> Bench:
     torch.set_num_threads(1)
-    {"llama": doubles.tiny_llama, "moe": doubles.tiny_moe}[name](folder)
+    {"llama": doubles.tiny_llama, "moe": doubles.tiny_moe, "mla": doubles.tiny_deepseek}[name](folder)
     return Bench(name, Play(folder), Forward.load(MODELS / name))
 
 
@@ -161,4 +164,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.fixture(scope="session", params=["llama", "moe"])
 def bench(request: pytest.FixtureRequest, llama: Bench, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return llama if request.param == "llama" else make_bench("moe", tmp_path_factory.mktemp("moe"))
+    return llama if request.param == "llama" else make_bench(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="session", params=["llama", "moe", "mla"])
+def kind(request: pytest.FixtureRequest, llama: Bench, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """One of every raw forward there is."""
+    return llama if request.param == "llama" else make_bench(request.param, tmp_path_factory.mktemp(request.param))

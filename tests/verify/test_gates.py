@@ -15,9 +15,10 @@ import pytest
 from tideforge.data.workload import RequestShape, Workload
 from tideforge.engine.compare import Bounds
 from tideforge.engine.config import Limits, Settings
-from tideforge.engine.doubles import tiny_llama
+from tideforge.engine.doubles import tiny_deepseek, tiny_llama
 from tideforge.engine.forward import Forward
 from tideforge.engine.lab import keeper_status
+from tideforge.engine.model_config import model_for
 from tideforge.engine.reference import Reference
 from tideforge.tasks.endpoint import Budget
 from tideforge.tasks.facts import why_failed
@@ -64,15 +65,26 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Settings, 
     limits = Limits(max_num_seqs=8, max_num_batched_tokens=128, max_model_len=512)
     settings = Settings(folder / "s", tiny_llama(folder / "model"), num_blocks=64, limits=limits)
     yield settings, workload
+    end_keeper(settings)
+
+
+@pytest.fixture
+def latent(bench: tuple[Settings, Workload], tmp_path: Path) -> Iterator[tuple[Settings, Workload]]:
+    settings = dataclasses.replace(bench[0], state=tmp_path / "s", model=tiny_deepseek(tmp_path / "model"))
+    yield settings, bench[1]
+    end_keeper(settings)
+
+
+def end_keeper(settings: Settings) -> None:
     if (status := keeper_status(settings.state)) is not None:
         os.kill(status["pid"], signal.SIGTERM)
 
 
-def failed(bench: tuple[Settings, Workload], candidate: Forward) -> set[str]:
+def failed(bench: tuple[Settings, Workload], candidate: Forward, incumbent: Forward = PLAIN) -> set[str]:
     settings, workload = bench
     with contextlib.closing(Reference.start(settings.model)) as reference:
         bounds = reference.bounds(settings.dtype, workload.corpus)
-    with contextlib.closing(Trialled(settings, settings.state, PLAIN, candidate, workload, bounds)) as trialled:
+    with contextlib.closing(Trialled(settings, settings.state, incumbent, candidate, workload, bounds)) as trialled:
         results = [run_gate(name, trialled.probe()) for name in GATES]
     assert all(result.evidence for result in results if not result.passed)
     return {result.name for result in results if not result.passed}
@@ -91,6 +103,15 @@ def test_the_plain_forward_and_another_reduction_order_pass(bench: tuple[Setting
         "return F.linear(y[..., n:], self.down_proj[:, n:]) + F.linear(y[..., :n], self.down_proj[:, :n])",
     )
     assert failed(bench, PLAIN) == set() and failed(bench, reordered) == set()
+
+
+def test_pages_of_latent_attention_pass_and_a_rounded_latent_is_caught(latent: tuple[Settings, Workload]) -> None:
+    plain = Forward.load(model_for("DeepseekV3ForCausalLM"))
+    text = plain.files["forward.py"]
+    rounded = text.replace("slots, latent[:, None])", "slots, latent[:, None].bfloat16().float())")
+    assert rounded != text
+    assert failed(latent, plain, plain) == set()
+    assert "written_kv" in failed(latent, plain.with_file("forward.py", rounded), plain)
 
 
 def test_a_worker_that_talks_nonsense_is_an_outcome(bench: tuple[Settings, Workload]) -> None:

@@ -155,15 +155,16 @@ def _subscripts(node: ast.AST) -> list[ast.Subscript]:
 
 
 def _pages(node: ast.expr, bound: set[str]) -> tuple[ast.expr, ast.expr, ast.expr] | None:
-    """(cache, blocks, length) of `cache[blocks]...[:length]...`."""
+    """(cache, blocks, length) of `cache[blocks]...[:length]...`; None when the side is put together from several caches."""
+    found = []
     for cut in _subscripts(node):
         if not isinstance(cut.slice, ast.Slice) or cut.slice.lower or cut.slice.step or cut.slice.upper is None:
             continue
         gathers = [n for n in _subscripts(cut.value) if not isinstance(n.slice, ast.Slice | ast.Constant | ast.Tuple)]
         gathers = [n for n in gathers if names(n.slice) & bound and not names(n.value) & bound]
         if len(gathers) == 1:
-            return gathers[0].value, gathers[0].slice, cut.slice.upper
-    return None
+            found.append((gathers[0].value, gathers[0].slice, cut.slice.upper))
+    return found[0] if len(found) == 1 else None
 
 
 def together(text: str, limit: str) -> str | None:
