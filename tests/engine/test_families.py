@@ -13,13 +13,13 @@ from tideforge.engine import check, compare, doubles
 from tideforge.engine.blocks import BlockPool
 from tideforge.engine.config import Limits, ModelConfig, Settings
 from tideforge.engine.core import EngineCore
-from tideforge.engine.executor import Executor
+from tideforge.engine.executor import Executor, Sampled
 from tideforge.engine.forward import Forward
 from tideforge.engine.local import LocalExecutor, LocalMemory
 from tideforge.engine.measure import Answer
 from tideforge.engine.model_config import model_for
 from tideforge.engine.reference import Reference
-from tideforge.engine.scheduler import Request, SchedulerLimits, Step
+from tideforge.engine.scheduler import Request, Step
 from tideforge.errors import CandidateError
 
 CAPACITY = {"max_num_seqs": 4, "max_num_batched_tokens": 12, "max_model_len": 128}
@@ -31,11 +31,14 @@ class Kept:
     def __init__(self, inner: LocalExecutor) -> None:
         self.inner, self.logits = inner, {}  # type: ignore[var-annotated]
 
-    def execute(self, step: Step) -> list[int]:
-        tokens = self.inner.execute(step)
-        for row, request in enumerate(step.request_ids):
-            self.logits.setdefault(request, []).append(self.inner.memory.logits[row].clone())
-        return tokens
+    def execute(self, step: Step) -> Iterator[Sampled]:
+        for sampled in self.inner.execute(step):
+            for row, request in enumerate(step.request_ids):
+                self.logits.setdefault(request, []).append(self.inner.memory.logits[row].clone())
+            yield sampled
+
+    def halt(self) -> None:
+        self.inner.halt()
 
 
 def answers(
@@ -43,7 +46,7 @@ def answers(
 ) -> tuple[list[Answer], Kept]:
     """Greedy answers of `count` tokens; prompts of more than 12 tokens are computed in chunks beside the decodes of others."""
     kept = Kept(LocalExecutor(forward, LocalMemory(settings)))
-    core = EngineCore(SchedulerLimits(**CAPACITY), BlockPool(settings.num_blocks, settings.block_size))
+    core = EngineCore(Limits(**CAPACITY), BlockPool(settings.num_blocks, settings.block_size))
     executor: Executor = kept
     core.attach(forward.id, executor)
     chains: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
@@ -152,7 +155,7 @@ def test_bounds_of_the_pages_cover_keys_and_values_of_every_layer(settings: Sett
     tokens = prompts_of(doubles.VOCAB, (30,))[0]
     memory = LocalMemory(settings)
     executor = LocalExecutor(raw(settings), memory)
-    core = EngineCore(SchedulerLimits(**CAPACITY), BlockPool(settings.num_blocks, settings.block_size))
+    core = EngineCore(Limits(**CAPACITY), BlockPool(settings.num_blocks, settings.block_size))
     core.attach("f", executor)
     core.add(Request("a", tokens, 1, forward="f"))
     while core.has_work():
