@@ -12,7 +12,7 @@ from tideforge.engine.forward import Forward
 from tideforge.engine.model_config import model_for
 from tideforge.engine.release import load_forward, read_approvers
 from tideforge.engine.releases import shipped_release
-from tideforge.errors import Refused
+from tideforge.errors import Refused, UserError
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.live import CHECK_S, version
 from tideforge.tasks.store import Run
@@ -20,9 +20,7 @@ from tideforge.tasks.store import Run
 
 def first_forward(endpoint: Endpoint) -> Path:
     """The folder of the forward that an endpoint starts with."""
-    return (
-        endpoint.forward if endpoint.forward is not None else model_for(ModelConfig.load(endpoint.model).architecture)
-    )
+    return endpoint.forward or model_for(ModelConfig.load(endpoint.model).architecture)
 
 
 def serving_forward(endpoint: Endpoint) -> Forward:

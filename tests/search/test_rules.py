@@ -16,7 +16,11 @@ from tideforge.tasks.search.offline.recipes import Rule, applied, cook, fitting
 from tideforge.tasks.search.offline.rules import RULES
 
 # Rules that find nothing in a raw forward: no experts, norms that are fused already, keys put together from two caches.
-IDLE = {"llama": {"sort-once", "norm-fused", "norm-by-length"}, "moe": set(), "mla": {"attend-decodes-together", "attend-all-together"}}
+IDLE = {
+    "llama": {"sort-once", "norm-fused", "norm-by-length"},
+    "moe": set(),
+    "mla": {"attend-decodes-together", "attend-all-together"},
+}
 
 
 class Rename(ast.NodeTransformer):
