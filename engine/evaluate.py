@@ -28,7 +28,7 @@ from tideforge.engine.memory import ITEM_BYTES, Arena
 from tideforge.engine.outcome import Figures, Outcome, Trial
 from tideforge.engine.reference import Reference
 from tideforge.engine.screen import screen
-from tideforge.errors import CandidateError
+from tideforge.errors import CandidateError, IncumbentLost
 
 WARM_REQUESTS = 4
 TRIAL_STEPS = 32  # decodes that are timed as one: some 50 ms on a GPU
@@ -39,6 +39,7 @@ MIN_PAIRS = 8  # of steps, before an interval decides anything: the spread of a 
 PRECISE = 0.01  # half-width of the ratio's interval at which a trial ends
 STEP_TIMEOUT_FACTOR = 20.0
 MIN_STEP_TIMEOUT_S = 2.0
+INCUMBENT_RETRIES = 3  # of one trial, when the incumbent's worker dies under it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,6 +225,8 @@ class Bench:
             done = dataclasses.replace(trial, outcome=Outcome.PASSED, figures=figures)
         except CandidateError as error:
             done = dataclasses.replace(trial, outcome=Outcome(error.outcome), message=error.message)
+        except IncumbentLost as lost:
+            done = dataclasses.replace(trial, outcome=Outcome.NOT_MEASURED, message=str(lost))
         finally:
             if worker is not None:
                 self.lab.release(worker)
@@ -287,14 +290,18 @@ class Bench:
     def _timed(
         self, forward: Forward, worker: RemoteExecutor, candidate: measure.Side
     ) -> tuple[list[tuple[measure.Block, measure.Block]], list[tuple[float, float]]]:
-        """Once more from the start when the incumbent's worker died meanwhile: the candidate is not to blame for that."""
-        try:
-            return self._time(candidate)
-        except CandidateError as error:
-            if self.incumbent_worker.alive or not worker.alive:
-                raise
-            log_event(self.config.night, "incumbent_died", worker=self.incumbent_worker.pid, message=error.message)
-            return self._time(measure.Side.of(forward.id, new_core(self.settings), worker))
+        """Again from the start each time the incumbent's worker died meanwhile: the candidate is not to blame for that."""
+        for _ in range(INCUMBENT_RETRIES + 1):
+            try:
+                return self._time(candidate)
+            except CandidateError as error:
+                if self.incumbent_worker.alive or not worker.alive:
+                    raise
+                log_event(self.config.night, "incumbent_died", worker=self.incumbent_worker.pid, message=error.message)
+                candidate = measure.Side.of(forward.id, new_core(self.settings), worker)
+        raise IncumbentLost(
+            f"the incumbent's worker died {INCUMBENT_RETRIES + 1} times: nothing is known of the candidate"
+        )
 
     def _time(
         self, candidate: measure.Side

@@ -156,8 +156,10 @@ class Lab:
         return folder
 
     def release(self, worker: RemoteExecutor) -> None:
+        """Ends the worker; idempotent."""
         worker.close()
-        self._workers.remove(worker)
+        if worker in self._workers:
+            self._workers.remove(worker)
 
     @contextlib.contextmanager
     def clock(self) -> Iterator[None]:

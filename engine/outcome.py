@@ -29,6 +29,10 @@ class Outcome(StrEnum):
     WEIGHTS_WRITTEN = "weights_written"
     TOO_FAST = "too_fast"  # faster than the floor: an error, not a win
     CANCELLED = "cancelled"  # the search ended first
+    NOT_MEASURED = "not_measured"  # the incumbent could not be measured beside it
+
+
+UNJUDGED = frozenset({Outcome.CANCELLED, Outcome.NOT_MEASURED})  # these say nothing about the candidate
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from tideforge.data.workload import RequestShape, Workload
 from tideforge.engine import check, measure
 from tideforge.engine.compare import Bounds
 from tideforge.engine.config import Settings
-from tideforge.engine.evaluate import environment, new_core
+from tideforge.engine.evaluate import INCUMBENT_RETRIES, environment, new_core
 from tideforge.engine.events import log_event
 from tideforge.engine.executor import RemoteExecutor
 from tideforge.engine.forward import Forward
@@ -33,7 +33,6 @@ from tideforge.tasks.verify.plainness import beside_transformers
 from tideforge.tasks.verify.probe import POISON, Probe
 
 STEP_TIMEOUT_S = 60.0
-INCUMBENT_RETRIES = 3  # of one pair, when the incumbent's worker dies under it
 CHECKED_ANSWERS = 2  # of every timed block, besides the gates
 
 

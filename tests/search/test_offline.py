@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tideforge.engine.outcome import Outcome
+from tideforge.engine.outcome import UNJUDGED, Outcome, Trial
 from tideforge.errors import UserError
 from tideforge.tasks.search.agent import Allowance, BudgetSpent, Cost, DeadlineReached
 from tideforge.tasks.search.board import Board
@@ -167,3 +167,14 @@ def test_blame_is_halved_until_it_is_found() -> None:
         else:
             beliefs.passed(Measured.of(recipe, 1.1, 1.08, 1.12))
     assert "f" not in beliefs.repair(frozenset("abcdefgh"), rng)
+
+
+@pytest.mark.parametrize("outcome", sorted(UNJUDGED))
+def test_nothing_is_learned_of_a_candidate_that_was_not_measured(llama: Any, tmp_path: Path, outcome: Outcome) -> None:
+    agent = make(llama, tmp_path)
+    agent.start()
+    recipe = frozenset(agent.beliefs.rewrites[:1])
+    agent.take_in(Trial("t1", "f1", "slow", "a", 0.0, outcome), recipe)
+    assert agent.beliefs.failed == [] and agent.beliefs.measured == []
+    agent.take_in(Trial("t2", "f2", "slow", "a", 0.0, Outcome.WRONG), recipe)
+    assert agent.beliefs.failed == [recipe]

@@ -16,6 +16,7 @@ from tideforge.data.workload import RequestShape, Workload
 from tideforge.engine.compare import Bounds
 from tideforge.engine.config import Limits, Settings
 from tideforge.engine.doubles import tiny_deepseek, tiny_llama
+from tideforge.engine.evaluate import INCUMBENT_RETRIES
 from tideforge.engine.forward import Forward
 from tideforge.engine.lab import keeper_status
 from tideforge.engine.model_config import model_for
@@ -23,7 +24,7 @@ from tideforge.engine.reference import Reference
 from tideforge.tasks.endpoint import Budget
 from tideforge.tasks.facts import why_failed
 from tideforge.tasks.verify.gates import GATES
-from tideforge.tasks.verify.node import INCUMBENT_RETRIES, Plan, Trialled, Verdict, examine, reason, run_gate
+from tideforge.tasks.verify.node import Plan, Trialled, Verdict, examine, reason, run_gate
 
 PLAIN = Forward.load(Path(__file__).parents[2] / "engine" / "models" / "llama")
 SOURCE = PLAIN.files["forward.py"]

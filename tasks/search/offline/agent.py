@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from tideforge.engine.forward import Forward
-from tideforge.engine.outcome import Outcome, Trial
+from tideforge.engine.outcome import UNJUDGED, Trial
 from tideforge.errors import ProtocolError, UserError
 from tideforge.tasks.search.agent import Allowance, Cost, Done, Engine, EngineGone, Stop
 from tideforge.tasks.search.board import Board
@@ -79,7 +79,7 @@ class OfflineAgent:
         figures = trial.figures
         if figures is not None:
             self.beliefs.passed(Measured.of(recipe, figures.ratio, figures.ci_low, figures.ci_high))
-        elif trial.outcome is not Outcome.CANCELLED:
+        elif trial.outcome not in UNJUDGED:
             self.beliefs.failure(recipe)
         if self.own.pop(trial.id, None) is not None:
             self.board.post(self.name, "result", told(trial, self.best), trial.id, tuple(sorted(recipe)))
