@@ -18,12 +18,14 @@ from torch import Tensor
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     # https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json
     "llama-3.2-1b": {
-        "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "num_hidden_layers": 16, "hidden_size": 2048,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "hidden_act": "silu",
+        "vocab_size": 128256, "num_hidden_layers": 16, "hidden_size": 2048,
         "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
         "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 131072, "tie_word_embeddings": True,
     },
     "llama-tiny": {
-        "architectures": ["LlamaForCausalLM"], "vocab_size": 320, "num_hidden_layers": 2, "hidden_size": 64,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "hidden_act": "silu",
+        "vocab_size": 320, "num_hidden_layers": 2, "hidden_size": 64,
         "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
         "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 2048, "tie_word_embeddings": True,
     },
