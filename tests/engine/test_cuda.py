@@ -11,7 +11,7 @@ import torch
 
 from tideforge.data.workload import RequestShape, Workload
 from tideforge.engine.config import Settings
-from tideforge.engine.doubles import tiny_llama, tiny_moe
+from tideforge.engine.doubles import tiny_deepseek, tiny_llama, tiny_moe
 from tideforge.engine.evaluate import Bench, ServiceConfig
 from tideforge.engine.forward import Forward
 from tideforge.engine.outcome import Outcome, Trial
@@ -29,7 +29,7 @@ FAULTS = {
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("name", "make"), [("llama", tiny_llama), ("moe", tiny_moe)])
+@pytest.mark.parametrize(("name", "make"), [("llama", tiny_llama), ("moe", tiny_moe), ("mla", tiny_deepseek)])
 def test_trials_on_a_gpu(name, make, tmp_path, end_keeper):
     model, state = make(tmp_path / "model"), tmp_path / "s"
     end_keeper(state)

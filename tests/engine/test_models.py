@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor
 from tideforge.engine import doubles
 from tideforge.engine.contract import Batch, Context, ForwardFn, KVGroup, Limits, ModelConfig
 from tideforge.engine.model_config import model_for
+from tideforge.engine.reference_model import ReferenceModel
 
 SMOLLM2 = Path(__file__).parents[2] / ".models" / "smollm2-135m-instruct"
 BLOCK_SIZE, NUM_BLOCKS = 4, 64
@@ -227,3 +230,32 @@ def test_smollm2_matches_transformers() -> None:
     chunk = run(forward, [Chunk(tokens, 25, 39, blocks)], 49152)
     decode = run(forward, [Chunk(tokens, 39, 40, blocks)], 49152)
     close(torch.cat((prefill, chunk, decode)), expected, atol=1e-3)
+
+
+VARIANTS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
+    "llama3 positions": (doubles.tiny_llama, {"rope_scaling": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+    }}),
+    "yarn on Qwen3": (doubles.tiny_qwen3, {"rope_scaling": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
+    }}),
+    "one group, as Kimi-K2": (doubles.tiny_deepseek, {"n_group": 1, "topk_group": 1}),
+    "pairs that are halves apart": (doubles.tiny_deepseek, {"rope_interleave": False}),
+    "queries not compressed": (partial(doubles.tiny_deepseek, q_lora_rank=None), {}),
+    "plain positions in latent attention": (doubles.tiny_deepseek, {"rope_scaling": None}),
+    "DeepSeek's shares not rescaled": (doubles.tiny_deepseek, {"norm_topk_prob": False}),
+    "Qwen3-MoE's shares not rescaled": (doubles.tiny_qwen3_moe, {"norm_topk_prob": False}),
+    "Qwen2-MoE's shares rescaled": (doubles.tiny_qwen2_moe, {"norm_topk_prob": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_of_a_family_match_transformers(name: str, tmp_path: Path) -> None:
+    make, figures = VARIANTS[name]
+    path = make(tmp_path, seed=4) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **figures}))
+    forward, ctx = build("variant", tmp_path)
+    tokens = tokens_of(12, 40, ctx.config.vocab_size)
+    expected = oracle(tmp_path)(tokens)
+    close(run(forward, [Chunk(tokens, 0, 40, list(range(1, 11)))], ctx.config.vocab_size), expected)
+    close(ReferenceModel(tmp_path).forward(tokens).logits, expected)
