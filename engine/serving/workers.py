@@ -59,6 +59,11 @@ class LabWorkers:
         if lab.layout != self._lab.layout:
             raise CandidateError("refused", "its knobs change the KV layout: that needs a restart, not a ship")
         worker = lab.spawn(forward, self._arena)
+        try:
+            lab.capture(worker)
+        except CandidateError:
+            lab.release(worker)
+            raise
         self._owners[id(worker)] = lab
         return worker
 

@@ -18,7 +18,7 @@ from tideforge.data.workload import RequestShape, Workload
 from tideforge.engine import check, measure
 from tideforge.engine.compare import Bounds
 from tideforge.engine.config import Settings
-from tideforge.engine.evaluate import INCUMBENT_RETRIES, environment, new_core
+from tideforge.engine.evaluate import INCUMBENT_RETRIES, environment, for_trials, new_core
 from tideforge.engine.events import log_event
 from tideforge.engine.executor import RemoteExecutor
 from tideforge.engine.forward import Forward
@@ -119,6 +119,7 @@ class Trialled:
         workload: Workload,
         bounds: Bounds,
     ) -> None:
+        settings = for_trials(settings, workload)
         self.lab = Lab(settings, events)
         self.incumbent, self.candidate, self.workload, self.bounds = incumbent, candidate, workload, bounds
         self.corpus = workload.corpus[len(workload.corpus) // 2 :]
@@ -134,6 +135,7 @@ class Trialled:
     def _worker(self, forward: Forward, arena: Any) -> RemoteExecutor:
         worker = self.lab.spawn(forward, arena)
         worker.step_timeout_s = STEP_TIMEOUT_S
+        self.lab.capture(worker)
         return worker
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ def steps(agent: OfflineAgent, count: int) -> None:
 
 
 def test_it_finds_the_gains_and_drops_the_loss(bench: Any, tmp_path: Path) -> None:
-    agent = make(bench, tmp_path)
+    agent = make(bench, tmp_path, seed=2)
     steps(agent, 9)
     engine: Any = agent.engine
     assert {trial.outcome for trial in engine.trials()} == {Outcome.PASSED}
@@ -112,7 +112,8 @@ def test_a_rewrite_that_breaks_the_forward_is_isolated(bench: Any, tmp_path: Pat
     engine: Any = agent.engine
     outcomes = [trial.outcome for trial in engine.trials()]
     assert Outcome.WRONG in outcomes
-    assert outcomes.count(Outcome.WRONG) <= 5
+    assert outcomes.count(Outcome.WRONG) <= len(outcomes) // 2
+    assert Outcome.WRONG not in outcomes[-5:]  # the blame was halved until one rewrite had it
     assert max(t.figures.ratio for t in engine.trials() if t.figures) > 1.3
 
 
