@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tideforge.engine.measure import Answer
+from tideforge.engine.memory import UNTOUCHED
 from tideforge.errors import CandidateError
 
 if TYPE_CHECKING:
@@ -52,10 +53,16 @@ def require_right(reference: Reference, answers: Sequence[Answer], layers: range
     return found
 
 
+def require_written(logits: np.ndarray) -> None:
+    """Raises CandidateError("not_run") when a row still holds what the worker filled it with before the step."""
+    untouched = (logits.view(np.uint32) == UNTOUCHED).all(axis=1)
+    if untouched.any():
+        raise CandidateError("not_run", f"{int(untouched.sum())} of {len(logits)} logits rows were left untouched")
+
+
 def require_finite(logits: np.ndarray) -> None:
-    """Raises CandidateError: rows that are wholly NaN were never written, others are not finite."""
+    """Raises CandidateError: rows that were never written, others that are not finite."""
+    require_written(logits)
     bad = ~np.isfinite(logits)
-    if bad.all(axis=1).any():
-        raise CandidateError("not_run", "logits rows were left untouched")
     if bad.any():
         raise CandidateError("not_finite", f"{int(bad.sum())} of {bad.size} logits are not finite")

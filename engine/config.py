@@ -38,6 +38,7 @@ class Settings:
     capture_rows: tuple[int, ...] = ()  # batch sizes of decodes that a worker captures; empty: no graphs, as on the CPU
     capture_tokens: tuple[int, ...] = ()  # sizes of steps with prefills that it captures, tokens in all
     capture_contexts: tuple[int, ...] = ()  # longest contexts of those graphs, tokens
+    worker_memory_bytes: int = 0  # that a worker may hold on the host beside weights and arena; 0: half of what is free
     spares: int = 1  # workers that stand by for the next candidates
 
     @property

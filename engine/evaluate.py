@@ -5,6 +5,7 @@ Every failure is a CandidateError with the outcome that was observed; it ends th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import platform
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tideforge.data.workload import RequestShape, Workload
-from tideforge.engine import check, measure
+from tideforge.engine import check, conduct, measure
 from tideforge.engine.archive import write_atomic
 from tideforge.engine.blocks import BlockPool
 from tideforge.engine.config import Settings
@@ -28,12 +29,15 @@ from tideforge.engine.memory import ITEM_BYTES, Arena
 from tideforge.engine.outcome import Figures, Outcome, Trial
 from tideforge.engine.reference import Reference
 from tideforge.engine.screen import screen
-from tideforge.errors import CandidateError, IncumbentLost
+from tideforge.engine.ward import Census
+from tideforge.errors import CandidateError, IncumbentLost, ProtocolError
 
 WARM_REQUESTS = 4
 TRIAL_STEPS = 32  # decodes that are timed as one: some 50 ms on a GPU
 MOST_CAPTURED = 2048  # tokens of a prefill; beyond it the device is busy longer than the host needs to launch
 CHECKED_ANSWERS = 3
+MAX_STAGE_S = 30.0
+TRIES = 3  # tries to get a worker for a candidate
 HOPELESS = 0.97  # below this ratio after a pass, no further pass is spent
 MIN_PAIRS = 8  # of steps, before an interval decides anything: the spread of a few is luck
 PRECISE = 0.01  # half-width of the ratio's interval at which a trial ends
@@ -218,10 +222,14 @@ class Bench:
             self._require_frozen_knobs(forward)
             spent.begin = time.perf_counter()
             worker = self._take_spare()
+            log_event(self.config.night, "trial_worker", trial=trial.id, worker=worker.pid)
+            self._refill()  # beside the staging, so that the next trial need not wait for it
+            before = worker.ward.census()
             begin = time.perf_counter()
-            self.lab.stage(worker, forward, self.layers, min(30.0, self.config.trial_s))
+            self.lab.stage(worker, forward, self.layers, self._stage_timeout_s())
             spent.stage_s = time.perf_counter() - begin
             figures = self._measure(worker, forward, spent)
+            self._require_good_conduct(worker, before)
             done = dataclasses.replace(trial, outcome=Outcome.PASSED, figures=figures)
         except CandidateError as error:
             done = dataclasses.replace(trial, outcome=Outcome(error.outcome), message=error.message)
@@ -232,10 +240,16 @@ class Bench:
                 self.lab.release(worker)
                 self.arenas["candidate"].fill(0xFF)
             self._refill()
+        if done.outcome is not Outcome.PASSED:
+            self.lab.forget_kernels(forward)
         return dataclasses.replace(
             done, stage_s=spent.stage_s, check_s=spent.check_s, capture_s=spent.capture_s, swap_s=spent.swap_s,
             clock_s=spent.clock_s,            finished_at=time.time(), environment=environment(),
         )  # fmt: skip
+
+    def _stage_timeout_s(self) -> float:
+        """Imports and builds may compile, so they get more time than a step."""
+        return min(MAX_STAGE_S, self.config.trial_s)
 
     def _require_frozen_knobs(self, forward: Forward) -> None:
         if forward.knobs != self.incumbent.knobs:
@@ -244,28 +258,43 @@ class Bench:
             )
 
     def _refill(self) -> None:
-        while len(self.spares) < self.lab.settings.spares:
-            self.spares.append(self.lab.spare(self.arenas["candidate"]))
+        """Starts the spares that are missing; a machine that is short of something is asked again at the next trial."""
+        try:
+            while len(self.spares) < self.lab.settings.spares:
+                self.spares.append(self.lab.spare(self.arenas["candidate"]))
+        except (ProtocolError, OSError) as error:
+            log_event(self.config.night, "no_worker", message=str(error))
+
+    def _settle(self) -> None:
+        """On the CPU a start takes a core, and no clock may run beside it. On a GPU spares wait for the clock by themselves."""
+        for worker in self.spares if self.settings.device == "cpu" else ():
+            with contextlib.suppress(CandidateError):  # seen again when it is taken
+                self.lab.wait_ready(worker)
 
     def _take_spare(self) -> RemoteExecutor:
         """The oldest spare, attached; a spare that died meanwhile is replaced."""
-        for _ in range(3):
-            worker = self.spares.pop(0) if self.spares else self.lab.spare(self.arenas["candidate"])
-            try:
+        for _ in range(TRIES):
+            self._refill()
+            if not self.spares:
+                time.sleep(1.0)
+                continue
+            worker = self.spares.pop(0)
+            with contextlib.suppress(CandidateError):
                 self.lab.wait_ready(worker)
                 if worker.alive:
                     return worker
-            except CandidateError:
-                pass
             self.lab.release(worker)
-        raise CandidateError("exited", "three spare workers in a row ended before they were given the candidate")
+        raise CandidateError("exited", f"{TRIES} spare workers in a row ended before they were given the candidate")
 
     def _measure(self, worker: RemoteExecutor, forward: Forward, spent: Spent) -> Figures:
-        worker.step_timeout_s = MIN_STEP_TIMEOUT_S + self.step_timeout_s
+        # On a GPU the first steps compile: they share the allowance of the staging.
+        worker.step_timeout_s = self.step_timeout_s if self.settings.device == "cpu" else self._stage_timeout_s()
         candidate = measure.Side.of(forward.id, new_core(self.settings), worker)
         begin = time.perf_counter()
         self._check_eagerly(candidate, self.arenas["candidate"])
         spent.check_s = time.perf_counter() - begin
+        worker.step_timeout_s = self.step_timeout_s
+        self._settle()
         begin = time.perf_counter()
         with self.lab.clock():
             spent.capture_s = self.lab.capture(worker)
@@ -283,9 +312,20 @@ class Bench:
         """A few fresh requests before any clock runs: logits finite, every emitted token right. Warms the worker up too."""
         drawn, prompts = self._replay()
         shapes = [dataclasses.replace(shape, output_tokens=3) for shape in drawn[:WARM_REQUESTS]]
-        block = measure.run_block(candidate.core, candidate.forward, shapes, prompts[:WARM_REQUESTS], WARM_REQUESTS)
+        try:
+            block = measure.run_block(candidate.core, candidate.forward, shapes, prompts[:WARM_REQUESTS], WARM_REQUESTS)
+        except CandidateError as error:
+            if error.outcome == Outcome.NOT_FINITE:
+                check.require_written(arena.logits(1))
+            raise
         check.require_finite(arena.logits(len(shapes)))
         check.require_right(self.reference, block.answers, self.layers, self.bounds.logit_gap)
+
+    def _require_good_conduct(self, worker: RemoteExecutor, before: Census) -> None:
+        settings = self.settings
+        conduct.require_decent(before, worker.ward.census(), settings.threads, settings.device)
+        ours = list(worker.resident)
+        conduct.require_steady(ours, list(self.incumbent_worker.resident)[-len(ours) :])
 
     def _timed(
         self, forward: Forward, worker: RemoteExecutor, candidate: measure.Side

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import signal
 import socket
-import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from tideforge.engine import protocol
+from tideforge.engine.ward import End, Ward
 from tideforge.errors import CandidateError, PeerGone, PeerTimeout, ProtocolError
 
 if TYPE_CHECKING:
@@ -26,10 +26,16 @@ ARRAYS = (
     "temperatures", "top_ps", "seeds", "sample_positions",
 )  # fmt: skip
 ANSWERS = {"attach": "ready", "stage": "staged", "capture": "captured", "step": "tokens"}
-# What a worker may say of its own forward; everything else is observed by the authority.
-CLAIMABLE = frozenset(
-    {"syntax_error", "import_error", "build_error", "forward_error", "capture_error", "out_of_memory"}
-)
+# What a worker may say of its own forward, by what it was asked for; everything else is observed by the authority. The first
+# stands for any other word.
+CLAIMABLE = {
+    "attach": ("exited",),
+    "stage": ("build_error", "syntax_error", "import_error", "out_of_memory", "too_much_output"),
+    "capture": ("capture_error", "forward_error", "wrong_shape", "out_of_memory", "too_much_output"),
+    "step": ("forward_error", "wrong_shape", "out_of_memory", "too_much_output"),
+}
+MAX_ANSWER = 1 << 20  # bytes: tokens and a message
+SOCKET_GRACE_S = 2.0  # from the end of a worker's socket to its own
 SCALARS = ("num_decodes", "num_prefills", "max_query_len", "max_seq_len", "num_steps")
 
 
@@ -64,19 +70,18 @@ class RemoteExecutor:
     `step_timeout_s` bounds one step; the worker is killed when it runs over.
     """
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], sock: socket.socket, arena: Arena, step_timeout_s: float = 60
-    ) -> None:
-        self.process, self.sock, self.arena, self.step_timeout_s = process, sock, arena, step_timeout_s
+    def __init__(self, ward: Ward, sock: socket.socket, arena: Arena, step_timeout_s: float = 60) -> None:
+        self.ward, self.sock, self.arena, self.step_timeout_s = ward, sock, arena, step_timeout_s
         self.ready = False
+        self.resident: deque[int] = deque(maxlen=4096)  # bytes of the worker's own memory after each answer to a step
 
     @property
     def pid(self) -> int:
-        return self.process.pid
+        return self.ward.pid
 
     @property
     def alive(self) -> bool:
-        return self.process.poll() is None
+        return self.ward.alive
 
     def expect_ready(self, timeout_s: float) -> None:
         """Waits for the answer to the attach message that started this worker."""
@@ -91,12 +96,12 @@ class RemoteExecutor:
             "type": "stage", "folder": str(folder), "layers": [layers.start, layers.stop], "kernels": str(kernels),
             "capture_rows": list(capture_rows),
         }  # fmt: skip
-        return float(self._ask(header, {}, timeout_s).header.get("seconds", 0.0))
+        return seconds(self._ask(header, {}, timeout_s))
 
     def capture(self, shapes: Sequence[tuple[bool, int, int, int]], timeout_s: float) -> float:
         """Captures a graph for each shape (runner.GraphShape); seconds that the worker took."""
         header: dict[str, object] = {"type": "capture", "shapes": [list(shape) for shape in shapes]}
-        return float(self._ask(header, {}, timeout_s).header.get("seconds", 0.0))
+        return seconds(self._ask(header, {}, timeout_s))
 
     def execute(self, step: Step) -> Iterator[Sampled]:
         answer = self._ask({"type": "step", **step_scalars(step)}, step_arrays(step), self.step_timeout_s)
@@ -124,48 +129,61 @@ class RemoteExecutor:
             protocol.send(self.sock, {"type": "halt"})
 
     def _ask(self, header: dict[str, object], arrays: dict[str, np.ndarray], timeout_s: float) -> protocol.Message:
+        what = str(header["type"])
         try:
-            protocol.send(self.sock, header, arrays)
+            protocol.send(self.sock, header, arrays, timeout_s=timeout_s)
         except PeerGone:
             raise self._death() from None
-        return self._receive(str(header["type"]), timeout_s)
+        except PeerTimeout:
+            raise self._silence(what, timeout_s) from None
+        return self._receive(what, timeout_s)
 
     def _receive(self, what: str, timeout_s: float) -> protocol.Message:
         try:
-            answer = protocol.recv(self.sock, timeout_s)
+            answer = protocol.recv(self.sock, timeout_s, MAX_ANSWER)
         except PeerTimeout:
-            self.kill()
-            raise CandidateError("hung", f"no answer to {what} within {timeout_s:g} s; killed") from None
+            raise self._silence(what, timeout_s) from None
         except PeerGone:
             raise self._death() from None
         except ProtocolError as error:  # a candidate can write to its worker's socket
-            self.kill()
-            raise CandidateError(
-                "forward_error", f"the worker's answer to {what} is malformed ({error}); killed"
-            ) from None
+            raise self._malformed(what, str(error)) from None
+        for fd in answer.fds:
+            os.close(fd)
         if answer.type == "failed":
-            outcome = str(answer.header.get("outcome"))
-            if outcome not in CLAIMABLE:
-                outcome = "forward_error"
-            raise CandidateError(outcome, str(answer.header.get("message", ""))[:500])
+            raise self._claim(what, answer.header)
         if answer.type != ANSWERS[what]:
-            self.kill()
-            raise CandidateError("forward_error", f"the worker answered {what} with {answer.type!r:.40}; killed")
+            raise self._malformed(what, f"{answer.type!r:.40}")
+        if what == "step":
+            self.resident.append(self.ward.anonymous_bytes())
         return answer
 
-    def _death(self) -> CandidateError:
-        try:
-            code = self.process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            return CandidateError("exited", "the worker closed its socket without ending; killed")
-        if code < 0:
-            return CandidateError("crashed", f"the worker died of {signal.Signals(-code).name}")
-        return CandidateError("exited", f"the worker ended by itself with code {code}")
+    def _silence(self, what: str, timeout_s: float) -> CandidateError:
+        end = self.kill()
+        if end.verdict:
+            return end.error()
+        return CandidateError("hung", f"no answer to {what} within {timeout_s:.3g} s; killed")
 
-    def kill(self) -> None:
-        """Ends the worker and whatever it left in its process group."""
-        kill_group(self.process)
+    def _claim(self, what: str, header: Mapping[str, object]) -> CandidateError:
+        outcome = str(header.get("outcome"))
+        known = CLAIMABLE[what]
+        return CandidateError(outcome if outcome in known else known[0], printable(str(header.get("message", ""))))
+
+    def _malformed(self, what: str, found: str) -> CandidateError:
+        self.kill()
+        return CandidateError(
+            "forward_error", printable(f"the worker's answer to {what} is malformed ({found}); killed")
+        )
+
+    def _death(self) -> CandidateError:
+        """Why the socket has ended, which a worker can also do alone."""
+        end = self.ward.end(SOCKET_GRACE_S)
+        if not end.by_itself and not end.verdict and end.code is not None:
+            return CandidateError("exited", "the worker closed its socket without ending; killed")
+        return end.error()
+
+    def kill(self) -> End:
+        """Ends the worker and whatever it started."""
+        return self.ward.end()
 
     def close(self) -> None:
         self.kill()
@@ -174,13 +192,17 @@ class RemoteExecutor:
 
 def _sampled(answer: protocol.Message, step: Step, last: bool) -> Sampled:
     tokens = answer.arrays.get("tokens")
-    if tokens is None or tokens.shape != step.logits_indices.shape:
+    if tokens is None or tokens.dtype.kind != "i" or tokens.shape != step.logits_indices.shape:
         raise CandidateError("forward_error", "the worker answered with a wrong number of tokens")
     return Sampled(tokens.tolist(), last or not answer.header.get("more"))
 
 
-def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to the session that the process leads, then reaps it."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def printable(text: str) -> str:
+    """A candidate's words on one line without what a terminal or a file could not take."""
+    return "".join(letter if letter.isprintable() else " " for letter in text[:500])
+
+
+def seconds(answer: protocol.Message) -> float:
+    """What a worker says it took: a hint."""
+    said = answer.header.get("seconds")
+    return float(said) if isinstance(said, int | float) else 0.0

@@ -16,6 +16,8 @@ from tideforge.errors import CandidateError
 ENTRY = "forward.py"
 KNOBS = "knobs.json"
 MAX_BYTES = 1 << 20
+MAX_FILES = 200
+MAX_NAME = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,11 @@ class Forward:
                 or not name.isprintable()
             ):
                 raise CandidateError("refused", f"{name!r}: only relative .py and .json files belong to a forward")
+        folders = {str(parent) for name in self.files for parent in PurePosixPath(name).parents}
+        if len(self.files) > MAX_FILES or max(map(len, self.files)) > MAX_NAME or folders & set(self.files):
+            raise CandidateError(
+                "refused", f"at most {MAX_FILES} files with names of {MAX_NAME} letters, none of them also a folder"
+            )
         if sum(len(text.encode()) for text in self.files.values()) > MAX_BYTES:
             raise CandidateError("refused", f"a forward is at most {MAX_BYTES} bytes of source")
 
@@ -51,7 +58,13 @@ class Forward:
     @property
     def knobs(self) -> dict[str, Any]:
         """Engine settings that this forward was measured with (threads, dtype, batch limits)."""
-        return dict(json.loads(self.files.get(KNOBS, "{}")))
+        try:
+            knobs = json.loads(self.files.get(KNOBS, "{}"))
+        except (ValueError, RecursionError) as error:
+            raise CandidateError("refused", f"{KNOBS} is not JSON ({error})") from None
+        if not isinstance(knobs, dict):
+            raise CandidateError("refused", f"{KNOBS} is not an object")
+        return knobs
 
     def with_file(self, name: str, text: str) -> Forward:
         return Forward({**self.files, name: text})

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 from collections.abc import Sequence
 from pathlib import Path
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # Linux, prctl(2)
+_CLONE_NEWUSER, _CLONE_NEWPID = 0x10000000, 0x20000000  # Linux, clone(2)
 
 
 def die_with_parent() -> None:
@@ -34,3 +36,28 @@ def has_ended(pid: int) -> bool:
         return os.waitpid(pid, os.WNOHANG)[0] == pid
     except ChildProcessError:
         return True
+
+
+def adopt_orphans() -> None:
+    """What loses its parent below the calling process becomes its child, whatever session it is in."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def enter_pid_namespace() -> bool:
+    """Whether the children that the calling process starts from now on live in a process namespace of their own, which
+    ends with its first member. Needs root, or a kernel that lets users make namespaces; single-threaded callers only."""
+    if _LIBC.unshare(_CLONE_NEWPID) == 0:
+        return True
+    user, group = os.geteuid(), os.getegid()
+    if _LIBC.unshare(_CLONE_NEWUSER | _CLONE_NEWPID) != 0:
+        return False
+    for name, text in (("uid_map", f"{user} {user} 1"), ("setgroups", "deny"), ("gid_map", f"{group} {group} 1")):
+        Path(f"/proc/self/{name}").write_text(text)
+    return True
+
+
+def limit_data(more_bytes: int) -> None:
+    """Private memory of the calling process may grow by so much from now on; what is over fails to be allocated."""
+    with open("/proc/self/status") as file:
+        now = next(1024 * int(line.split()[1]) for line in file if line.startswith("VmData:"))
+    resource.setrlimit(resource.RLIMIT_DATA, (now + more_bytes, now + more_bytes))

@@ -11,24 +11,25 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tideforge.engine import protocol
+import tideforge
+from tideforge.engine import procfs, protocol
 from tideforge.engine.config import ModelConfig, Settings
 from tideforge.engine.events import log_event
 from tideforge.engine.executor import RemoteExecutor
 from tideforge.engine.forward import Forward
 from tideforge.engine.guard import has_ended, start_detached
 from tideforge.engine.memory import Arena
+from tideforge.engine.ward import Ward
 from tideforge.errors import CandidateError, ProtocolError, UserError
 
 START_TIMEOUT_S = 120.0
+LEAST_MEMORY = 2 << 30  # bytes that a worker may hold on any machine
 
 
 class Lab:
@@ -46,8 +47,7 @@ class Lab:
         self._workers: list[RemoteExecutor] = []
         self.trusted_kernels: Path | None = None
         self.rehearsal: dict[str, str] | None = None
-        # Workers die with the thread that spawned them, so one long-lived thread spawns them all.
-        self._spawner = ThreadPoolExecutor(1, thread_name_prefix="spawner")
+        self.memory_bytes = settings.worker_memory_bytes or max(LEAST_MEMORY, procfs.available_bytes() // 2)
 
     @property
     def weights_sha256(self) -> str:
@@ -78,22 +78,22 @@ class Lab:
 
     def spare(self, arena: Arena) -> RemoteExecutor:
         """A worker with torch imported and memory mapped, waiting for a forward."""
-        worker = self._spawner.submit(self._spawn, arena).result()
+        worker = self._spawn(arena)
         self._workers.append(worker)
         log_event(self.events, "worker_start", worker=worker.pid)
         return worker
 
     def _spawn(self, arena: Arena) -> RemoteExecutor:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        logs = self.settings.state / "logs"
+        logs, weights = self.settings.state / "logs", self._ask_weights()
         logs.mkdir(exist_ok=True)
-        with theirs, (logs / "workers.log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tideforge.engine.worker", "--fd", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True, env=worker_environment(self.settings.threads),
+        shared = int(weights.header["bytes"]) + self.layout.bytes
+        with theirs:
+            ward = Ward.start(
+                theirs, logs / "workers.log", self.settings.state / "scratch", self.memory_bytes + shared,
+                worker_environment(self.settings.threads),
             )  # fmt: skip
-        worker = RemoteExecutor(process, ours, arena)
+        worker = RemoteExecutor(ward, ours, arena)
         header, fds = self.attachment(arena)
         protocol.send(ours, header, fds=fds)
         return worker
@@ -104,6 +104,7 @@ class Lab:
         header = {
             "type": "attach", "model": str(self.settings.model.resolve()), "dtype": self.settings.dtype,
             "threads": self.settings.threads, "device": self.settings.device, "cpus": list(self.settings.worker_cpus),
+            "memory_bytes": self.memory_bytes,
             "layout": self.layout.to_dict(), "limits": vars(self.settings.limits),
             "entries": weights.header["entries"], "bytes": weights.header["bytes"], "clock": str(self._clock_path),
             "rehearse": self.rehearsal,
@@ -155,6 +156,12 @@ class Lab:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
+    def forget_kernels(self, forward: Forward) -> None:
+        """Removes what a forward compiled, or whatever else it left there; not the trusted forward's."""
+        folder = (self.settings.state / "kernels" / forward.id).resolve()
+        if folder != self.trusted_kernels:
+            shutil.rmtree(folder, ignore_errors=True)
+
     def release(self, worker: RemoteExecutor) -> None:
         """Ends the worker; idempotent."""
         worker.close()
@@ -175,7 +182,6 @@ class Lab:
     def close(self) -> None:
         for worker in list(self._workers):
             self.release(worker)
-        self._spawner.shutdown()
         if self._keeper is not None:
             self._keeper.close()
 
@@ -202,7 +208,11 @@ def worker_environment(threads: int) -> dict[str, str]:
     }
     kept |= {k: v for k, v in os.environ.items() if k.startswith("OPENBLAS_")}
     count = str(threads)
-    return {**kept, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "PYTHONUNBUFFERED": "1", "HOME": "/nonexistent"}
+    here = str(Path(tideforge.__file__).parents[1])  # a worker starts in a folder of its own
+    kept["PYTHONPATH"] = os.pathsep.join(filter(None, (kept.get("PYTHONPATH"), here)))
+    # Compiling in a pool of processes would leave them behind.
+    kept["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    return {**kept, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "PYTHONUNBUFFERED": "1"}
 
 
 def connect_keeper(settings: Settings) -> socket.socket:

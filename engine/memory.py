@@ -13,6 +13,7 @@ import numpy as np
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ALIGN = 64
+UNTOUCHED = 0x7FC5A5A5  # as fp32 a NaN; a worker fills the logits with it before each step
 
 
 @dataclasses.dataclass(frozen=True)

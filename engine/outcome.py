@@ -19,6 +19,7 @@ class Outcome(StrEnum):
     BUILD_ERROR = "build_error"
     FORWARD_ERROR = "forward_error"
     CAPTURE_ERROR = "capture_error"  # the forward runs, but not under CUDA graph capture
+    WRONG_SHAPE = "wrong_shape"  # other logits than the tensor it was given
     NOT_FINITE = "not_finite"
     WRONG = "wrong"  # an emitted token's reference logit lies below the derived bound
     NOT_RUN = "not_run"  # logits were left untouched
@@ -26,7 +27,11 @@ class Outcome(StrEnum):
     CRASHED = "crashed"  # died of a signal
     EXITED = "exited"  # left by itself
     OUT_OF_MEMORY = "out_of_memory"
-    WEIGHTS_WRITTEN = "weights_written"
+    WEIGHTS_WRITTEN = "weights_written"  # the kernel refused a store into them
+    TOO_MUCH_OUTPUT = "too_much_output"  # printed or written to files
+    LEFT_PROCESSES = "left_processes"  # of its own, still there after the last step, or too many at once
+    LEFT_THREADS = "left_threads"
+    MEMORY_GREW = "memory_grew"  # from step to step
     TOO_FAST = "too_fast"  # faster than the floor: an error, not a win
     CANCELLED = "cancelled"  # the search ended first
     NOT_MEASURED = "not_measured"  # the incumbent could not be measured beside it

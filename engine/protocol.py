@@ -44,27 +44,36 @@ def send(
     header: Mapping[str, Any],
     arrays: Mapping[str, np.ndarray] | None = None,
     fds: Sequence[int] = (),
+    timeout_s: float | None = None,
 ) -> None:
-    """Sends one frame, blocking. Raises PeerGone when the other end is closed."""
+    """Sends one frame. Raises PeerGone when the other end is closed, PeerTimeout when it does not read in time."""
     parts = {name: np.ascontiguousarray(value) for name, value in (arrays or {}).items()}
     listing = [[name, value.dtype.str, list(value.shape)] for name, value in parts.items()]
     head = json.dumps({**header, "v": VERSION, "arrays": listing}).encode()
     payload = b"".join(value.tobytes() for value in parts.values())
     frame = _PREFIX.pack(len(head), len(payload)) + head + payload
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    sock.settimeout(timeout_s)
     try:
         sent = sock.sendmsg([frame], ancillary)
         sock.sendall(memoryview(frame)[sent:])
+    except TimeoutError as error:
+        raise PeerTimeout(f"peer does not read {header.get('type')!r}") from error
     except (BrokenPipeError, ConnectionError) as error:
         raise PeerGone(f"peer closed while being sent {header.get('type')!r}") from error
+    finally:
+        sock.settimeout(None)
 
 
-def recv(sock: socket.socket, timeout_s: float | None = None) -> Message:
-    """Receives one frame. Raises PeerGone at its end, PeerTimeout at the deadline, ProtocolError on nonsense."""
+def recv(sock: socket.socket, timeout_s: float | None = None, max_bytes: int = MAX_PAYLOAD) -> Message:
+    """Receives one frame with at most `max_bytes` of arrays.
+
+    Raises PeerGone at the peer's end, PeerTimeout at the deadline, ProtocolError on nonsense.
+    """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     prefix, fds = _read(sock, _PREFIX.size, deadline, with_fds=True)
     head_bytes, payload_bytes = _PREFIX.unpack(prefix)
-    if head_bytes > MAX_HEADER or payload_bytes > MAX_PAYLOAD:
+    if head_bytes > min(MAX_HEADER, max_bytes) or payload_bytes > max_bytes:
         raise ProtocolError(f"frame of {head_bytes} + {payload_bytes} bytes is over the limit")
     head, _ = _read(sock, head_bytes, deadline)
     payload, _ = _read(sock, payload_bytes, deadline)
@@ -72,7 +81,7 @@ def recv(sock: socket.socket, timeout_s: float | None = None) -> Message:
         header = json.loads(head)
         version, listing = header.pop("v"), header.pop("arrays")
         arrays = _unpack(listing, payload)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"malformed frame: {error}") from error
     if version != VERSION:
         raise ProtocolError(f"peer speaks version {version}, this end {VERSION}: restart both from one install")

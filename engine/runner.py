@@ -7,10 +7,8 @@ tokens on the device, so the next step never waits for the host. A graph holds o
 from __future__ import annotations
 
 import dataclasses
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tideforge.engine import contract, sampler
+from tideforge.engine.faults import fault, poison, require_own_logits
 from tideforge.errors import CandidateError
 
 T = TypeVar("T")
@@ -174,9 +173,9 @@ class Runner:
                 tensors.advance(tokens, self.block_size)
 
     def compute(self, tensors: StepTensors, scalars: Mapping[str, int], greedy: bool) -> Tensor:
-        """Logits, then tokens [N]. Logits rows start as NaN, so that rows left untouched are seen."""
+        """Logits, then tokens [N]. Logits rows start poisoned, so that rows left untouched are seen."""
         logits = self.logits[: tensors.logits_indices.shape[0]]
-        logits.fill_(float("nan"))
+        poison(logits)
         batch = contract.Batch(
             input_ids=tensors.input_ids,
             positions=tensors.positions,
@@ -195,7 +194,8 @@ class Runner:
         def forward() -> Tensor:
             with torch.inference_mode():
                 self.forward(batch)
-                written = self.logits[: len(logits)]  # whatever the forward did to batch.logits
+                written = self.logits[: tensors.logits_indices.shape[0]]  # whatever the forward did to batch.logits
+                require_own_logits(batch, written)
                 if greedy:
                     return sampler.greedy(written)
                 return sampler.sample(
@@ -256,13 +256,5 @@ def _observe(action: Callable[[], T], outcome: str) -> T:
         return action()
     except CandidateError:
         raise
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise CandidateError("out_of_memory", last_line(error)) from error
     except Exception as error:
-        raise CandidateError(outcome, last_line(error)) from error
-
-
-def last_line(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"[:500]
+        raise fault(outcome, error) from error

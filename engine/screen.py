@@ -23,6 +23,8 @@ def screen(forward: Forward, allow_imports: Iterable[str] = ()) -> None:
             tree = ast.parse(text, name)
         except (SyntaxError, ValueError) as error:
             raise CandidateError("syntax_error", f"{name}: {error}") from error
+        except (RecursionError, MemoryError) as error:
+            raise CandidateError("syntax_error", f"{name}: too deeply nested to be parsed") from error
         for module in _imports(tree):
             if module != CONTRACT and module.split(".")[0] not in allowed:
                 raise CandidateError(

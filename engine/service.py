@@ -7,7 +7,9 @@ in the archive, waiting ones are evaluated, the one that was running is evaluate
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -21,12 +23,13 @@ from tideforge.engine import protocol
 from tideforge.engine.archive import Archive, write_atomic
 from tideforge.engine.client import CONTROL, SOCKET
 from tideforge.engine.evaluate import Bench, ServiceConfig
-from tideforge.engine.events import log_event
+from tideforge.engine.events import log_event, read_events
 from tideforge.engine.forward import Forward
-from tideforge.engine.outcome import Trial
+from tideforge.engine.outcome import Outcome, Trial
 from tideforge.errors import CandidateError, PeerGone, ProtocolError
 
 WAIT_SLICE_S = 10.0
+MAX_BEGINNINGS = 3  # of one trial: a candidate that the service does not survive must not hold up the others for ever
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -40,6 +43,7 @@ class Service:
         self.changed = threading.Condition()
         self.running: str | None = None
         self.stopping = False
+        self.begun = collections.Counter(e["trial"] for e in read_events(self.night) if e["event"] == "trial_start")
         self.bench: Bench | None = None
 
     def run(self) -> None:
@@ -68,13 +72,26 @@ class Service:
             return None
 
     def _evaluate(self, bench: Bench, trial: Trial) -> None:
-        log_event(self.night, "trial_start", trial=trial.id)
-        done = bench.evaluate(trial, self.archive.forward(trial))
+        done = self._refused(trial)
+        if done is None:
+            log_event(self.night, "trial_start", trial=trial.id)
+            done = bench.evaluate(trial, self.archive.forward(trial))
         with self.changed:
             self.archive.finish(done)
             self.running = None
             self.changed.notify_all()
         log_event(self.night, "trial_end", trial=trial.id, outcome=done.outcome)
+
+    def _refused(self, trial: Trial) -> Trial | None:
+        """The end of a trial that is not begun: the service did not survive it, or somebody changed its source."""
+        if (begun := self.begun[trial.id]) >= MAX_BEGINNINGS:
+            message = f"the service ended {begun} times while this candidate ran; it is not tried again"
+            return dataclasses.replace(trial, outcome=Outcome.CRASHED, message=message, finished_at=time.time())
+        with contextlib.suppress(CandidateError, OSError, ValueError):
+            if self.archive.forward(trial).id == trial.forward:
+                return None
+        message = "its source on disk is not what was submitted"
+        return dataclasses.replace(trial, outcome=Outcome.REFUSED, message=message, finished_at=time.time())
 
     def _accept(self, listener: socket.socket, answer: Answer) -> None:
         while True:
@@ -87,7 +104,7 @@ class Service:
                 request = protocol.recv(connection).header
                 try:
                     told = answer(request)
-                except (ProtocolError, CandidateError, KeyError, TypeError, ValueError) as error:
+                except (ProtocolError, CandidateError, KeyError, TypeError, ValueError, OSError) as error:
                     told = {"type": "error", "message": f"{type(error).__name__}: {error}"}
                 protocol.send(connection, told)
 

@@ -27,8 +27,9 @@ from torch import Tensor
 
 from tideforge.engine import contract, memory, protocol
 from tideforge.engine import device as device_memory
-from tideforge.engine.guard import die_with_parent
-from tideforge.engine.runner import GraphShape, Runner, last_line
+from tideforge.engine.faults import fault
+from tideforge.engine.guard import die_with_parent, limit_data
+from tideforge.engine.runner import GraphShape, Runner
 from tideforge.errors import CandidateError, PeerGone
 
 MAX_OUTPUT_BYTES = 16 << 20
@@ -79,14 +80,12 @@ def load_forward(folder: Path, ctx: contract.Context) -> contract.ForwardFn:
     except SyntaxError as error:
         raise CandidateError("syntax_error", f"{error.msg} ({error.filename}, line {error.lineno})") from error
     except Exception as error:
-        raise CandidateError("import_error", last_line(error)) from error
+        raise fault("import_error", error) from error
     try:
         with torch.inference_mode():
             return module.build(ctx)  # type: ignore[no-any-return]
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise CandidateError("out_of_memory", last_line(error)) from error
     except Exception as error:
-        raise CandidateError("build_error", last_line(error)) from error
+        raise fault("build_error", error) from error
 
 
 @contextlib.contextmanager
@@ -132,6 +131,8 @@ class Worker:
         self.device = torch.device(head["device"])
         with exclusive(head["clock"] if self.device.type != "cpu" else os.devnull):
             self._attach(message)
+        if self.device.type == "cpu":  # CUDA reserves more than any limit
+            limit_data(int(head["memory_bytes"]))
         for fd in message.fds:
             os.close(fd)
         protocol.send(self.sock, {"type": "ready", "pid": os.getpid()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -14,10 +15,11 @@ from tideforge.data.workload import RequestShape, Workload
 from tideforge.engine.client import CONTROL, EngineClient, EngineControl, call
 from tideforge.engine.config import Settings
 from tideforge.engine.evaluate import ServiceConfig
-from tideforge.engine.events import read_events
+from tideforge.engine.events import log_event, read_events
 from tideforge.engine.forward import Forward
 from tideforge.engine.guard import start_detached
 from tideforge.engine.outcome import Outcome
+from tideforge.engine.service import Service
 from tideforge.errors import ProtocolError, UserError
 
 LLAMA = Path(__file__).parents[2] / "engine" / "models" / "llama"
@@ -38,6 +40,7 @@ def night(tiny, tmp_path, end_keeper):
         incumbent=LLAMA,
         workload=tmp_path / "workload.json",
         passes=1,
+        allow_imports=("subprocess",),
         exit_at=time.time() + 100,
     )
     config.write(tmp_path / "service.json")
@@ -123,3 +126,51 @@ def test_an_agents_socket_ends_nothing(night):
 def test_nobody_there_is_one_line_with_the_remedy(tmp_path):
     with pytest.raises(UserError, match="no engine answers there"):
         EngineClient(Path(tmp_path) / "engine.sock", patience_s=0).queue()
+
+
+def test_a_service_killed_while_harm_runs_goes_on_and_leaves_nothing_behind(night):
+    client, folder = night
+    child = (
+        "import subprocess\n    subprocess.Popen(['sleep', '64.25'], start_new_session=True)\n    while True: pass\n"
+    )
+    plain = client.incumbent()
+    harm = plain.with_file("child.py", f"def harm():\n    {child}").with_file(
+        "forward.py",
+        plain.files["forward.py"] + "\nimport child\n\n\ndef build(ctx):\n    return lambda batch: child.harm()\n",
+    )
+    first = client.submit(harm)
+    rest = [client.submit(variant(client, f"\n# {n}\n")) for n in (1, 2)]
+    deadline = time.monotonic() + 60
+    while not sleepers("64.25"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(client.status()["pid"], signal.SIGKILL)
+    assert client.wait(first, 90).outcome is Outcome.HUNG
+    assert [client.wait(trial, 60).outcome for trial in rest] == [Outcome.PASSED] * 2
+    assert sleepers("64.25") == 0
+    events = [event["event"] for event in read_events(folder)]
+    assert events.count("service_start") == 2 and len(client.trials()) == 3
+    assert sum(event["event"] == "weight_load" for event in read_events(folder / "s")) == 1
+
+
+def sleepers(seconds: str) -> int:
+    found = 0
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found += path.read_bytes() == f"sleep\0{seconds}\0".encode()
+    return found
+
+
+def test_a_candidate_that_the_service_never_survives_is_given_up(tiny, tmp_path):
+    config = ServiceConfig(Settings(tmp_path / "s", tiny), tmp_path, LLAMA, tmp_path / "workload.json")
+    service = Service(config)
+    deadly, good, changed = (
+        service.archive.submit(Forward({"forward.py": text}), "slow", "x") for text in ("a = 1\n", "b = 1\n", "c = 1\n")
+    )
+    for _ in range(3):
+        log_event(tmp_path, "trial_start", trial=deadly.id)
+    log_event(tmp_path, "trial_start", trial=good.id)
+    (tmp_path / "s" / "forwards" / changed.forward / "forward.py").write_text("c = 2\n")
+    again = Service(config)
+    ends = [again._refused(trial) for trial in (deadly, good, changed)]
+    assert [end and end.outcome for end in ends] == [Outcome.CRASHED, None, Outcome.REFUSED]

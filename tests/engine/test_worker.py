@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
-import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,7 +30,8 @@ FAULTS = {
     "not_finite": "def build(ctx):\n    return lambda batch: None\n",
     "exited": "import os\ndef build(ctx):\n    return lambda batch: os._exit(3)\n",
     "hung": "def build(ctx):\n    def f(batch):\n        while True:\n            pass\n    return f\n",
-    "crashed": "def build(ctx):\n    w = next(iter(ctx.weights.values()))\n    return lambda batch: w.zero_()\n",
+    "crashed": "import ctypes\ndef build(ctx):\n    return lambda batch: ctypes.string_at(0)\n",
+    "weights_written": "def build(ctx):\n    w = next(iter(ctx.weights.values()))\n    return lambda batch: w.zero_()\n",
     "out_of_memory": "def build(ctx):\n    raise MemoryError('no more')\n",
 }  # fmt: skip
 
@@ -58,7 +60,7 @@ def test_a_good_forward_still_runs_after_all_that_and_weights_are_whole(lab, pla
     before = keeper_status(lab.settings.state)
     block = run(lab, plain, timeout_s=20)
     with pytest.raises(CandidateError):
-        run(lab, Forward({"forward.py": FAULTS["crashed"]}))
+        run(lab, Forward({"forward.py": FAULTS["weights_written"]}))
     again = run(lab, plain, timeout_s=20)
     assert [a.tokens for a in block.answers] == [a.tokens for a in again.answers]
     after = keeper_status(lab.settings.state)
@@ -73,27 +75,24 @@ def test_a_killed_worker_is_seen_as_its_signal(lab, plain):
     lab.release(worker)
 
 
-def test_children_that_a_candidate_leaves_behind_are_ended(lab, tmp_path):
-    note = tmp_path / "child"
-    source = (
-        "import subprocess\ndef build(ctx):\n"
-        f"    child = subprocess.Popen(['sleep', '60'])\n    open({str(note)!r}, 'w').write(str(child.pid))\n    1 / 0\n"
-    )
-    with pytest.raises(CandidateError):
-        run(lab, Forward({"forward.py": source}))
-    child = int(note.read_text())
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and _alive(child):
-        time.sleep(0.02)
-    assert not _alive(child)
-
-
-def _alive(pid: int) -> bool:
+def test_children_that_a_candidate_leaves_behind_are_ended(lab):
+    source = "import subprocess\ndef build(ctx):\n    subprocess.Popen(['sleep', '60.25'], start_new_session=True)\n    1 / 0\n"
+    worker = lab.spare(lab.arena("w"))
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        with pytest.raises(CandidateError):
+            lab.stage(worker, Forward({"forward.py": source}))
+        assert worker.ward.census().processes == 1 and _sleepers() == 1
+    finally:
+        lab.release(worker)
+    assert worker.ward.end().left == 1 and _sleepers() == 0
+
+
+def _sleepers() -> int:
+    found = 0
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found += path.read_bytes() == b"sleep\x0060.25\x00"
+    return found
 
 
 def test_nobody_can_write_sealed_weights(lab):

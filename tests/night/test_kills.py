@@ -72,7 +72,7 @@ class KilledNight:
         workers = [event["worker"] for event in self.events(self.run.folder, "worker_start")]
         os.kill(workers[0], signal.SIGSTOP)
         self.eventually("a trial is timed", lambda: clock_runs(self.place.state), 60)
-        candidate = self.events(self.run.folder, "worker_start")[-1]["worker"]
+        candidate = self.events(self.run.folder, "trial_worker")[-1]["worker"]
         return workers[0], candidate, self.events(self.run.folder, "trial_start")[-1]["trial"]
 
     def end(self) -> dict[str, Any]:

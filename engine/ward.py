@@ -1,0 +1,187 @@
+"""The authority's end of a warden: where a worker comes from, what runs in it, how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tideforge.engine import procfs
+from tideforge.errors import CandidateError, ProtocolError
+
+START_S = 30.0
+END_S = 40.0  # longer than the warden takes to give up on processes that do not die
+MARKER = "TIDEFORGE_WARD"
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclasses.dataclass(frozen=True)
+class Census:
+    """What a worker consists of now. `processes` are those beside it."""
+
+    processes: int
+    threads: int
+    weights_faults: int  # stores into the weights that the kernel refused
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """How a worker ended, as its warden saw it."""
+
+    code: int | None  # exit code, or minus the signal; None: not seen
+    by_itself: bool = False
+    verdict: str = ""  # why the warden ended it: a value of Outcome
+    why: str = ""
+    left: int = 0  # processes that it left behind; all killed
+    weights_faults: int = 0
+    starved: bool = False  # the kernel killed for want of memory meanwhile
+    undead: int = 0  # processes that SIGKILL did not end in time
+
+    def error(self) -> CandidateError:
+        """The outcome, from the most that is known of it."""
+        rest = f"; {self.left} processes left behind were killed" if self.left else ""
+        outcome, message = self._cause()
+        return CandidateError(outcome, message + rest)
+
+    def _cause(self) -> tuple[str, str]:
+        if self.verdict:
+            return self.verdict, self.why
+        if self.code is None:
+            return "crashed", "the worker and its warden were killed"
+        if self.code == -signal.SIGSEGV and self.weights_faults:
+            return "weights_written", "a store into the weights was refused (SIGSEGV)"
+        if self.code == -signal.SIGKILL and self.starved:
+            return "out_of_memory", "the kernel killed the worker for want of memory"
+        if self.code < 0:
+            return "crashed", f"the worker died of {signal_name(-self.code)}"
+        return "exited", f"the worker ended by itself with code {self.code}"
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class Ward:
+    """A worker under its warden. `end` takes everything away that the worker ever started; it may be called again."""
+
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, marker: str) -> None:
+        self._process, self._control, self._marker = process, control, marker
+        self._buffer = b""
+        self.ended: End | None = None
+        self.pid = int(self._expect("pid", START_S)["pid"])
+        self._statm: int | None = None
+
+    @classmethod
+    def start(
+        cls, worker_socket: socket.socket, log: Path, scratch: Path, memory_bytes: int, environment: Mapping[str, str]
+    ) -> Ward:
+        """A warden and its worker, which gets `worker_socket` and a folder of its own below `scratch`."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        marker = secrets.token_hex(8)
+        own = scratch.resolve() / marker
+        command = [
+            sys.executable, "-P", "-m", "tideforge.engine.warden", "--control", str(theirs.fileno()), "--worker",
+            str(worker_socket.fileno()), "--log", str(log.resolve()), "--scratch", str(own), "--memory", str(memory_bytes),
+        ]  # fmt: skip
+        with theirs, log.open("ab") as stderr:
+            process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno(), worker_socket.fileno()], stdin=subprocess.DEVNULL, stdout=stderr,
+                stderr=stderr, start_new_session=True, env={**environment, **folders(own), MARKER: marker},
+            )  # fmt: skip
+        return cls(process, ours, marker)
+
+    @property
+    def alive(self) -> bool:
+        return self.ended is None and self._process.poll() is None
+
+    def census(self, timeout_s: float = 5.0) -> Census:
+        """Raises CandidateError when the worker has ended."""
+        with contextlib.suppress(OSError):
+            self._control.sendall(b"census\n")
+        answer = self._expect("processes", timeout_s)
+        return Census(**{field.name: int(answer[field.name]) for field in dataclasses.fields(Census)})
+
+    def anonymous_bytes(self) -> int:
+        """Resident memory of the worker's own, 0 once it has ended. Cheap: it is read after each step."""
+        try:
+            if self._statm is None:
+                self._statm = os.open(f"{procfs.PROC}/{self.pid}/statm", os.O_RDONLY)
+            fields = os.pread(self._statm, 128, 0).split()
+        except OSError:
+            return 0
+        return PAGE * (int(fields[1]) - int(fields[2])) if fields else 0
+
+    def end(self, patience_s: float = 0.0) -> End:
+        """How the worker ended; it is ended now when it has not within `patience_s`."""
+        self._await_end(patience_s)
+        if self.ended is None:
+            with contextlib.suppress(OSError):
+                self._control.sendall(b"end\n")
+            self._await_end(END_S)
+        self.ended = self.ended or End(None)
+        self._bury()
+        if self._statm is not None:
+            os.close(self._statm)
+            self._statm = None
+        return self.ended
+
+    def _await_end(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self.ended is None and self._line(deadline - time.monotonic()):
+            pass
+
+    def _bury(self) -> None:
+        """Reaps the warden; one that was killed leaves it to this end to kill what it watched."""
+        self._control.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+        if self._process.returncode != 0:
+            self._process.kill()
+            procfs.kill(procfs.marked(f"{MARKER}={self._marker}"))
+
+    def _expect(self, key: str, timeout_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0 and (line := self._line(left)):
+            if key in line:
+                return line
+            if self.ended is not None:
+                raise self.ended.error()
+        self._process.kill()
+        raise ProtocolError("a worker's warden did not answer")
+
+    def _line(self, timeout_s: float) -> dict[str, Any]:
+        """One line of the warden's, {} when none comes. The last one is kept as `ended`."""
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._buffer:
+            try:
+                self._control.settimeout(max(1e-3, deadline - time.monotonic()))
+                got = self._control.recv(1 << 16)
+            except OSError:  # TimeoutError among them
+                return {}
+            if not got:
+                return {}
+            self._buffer += got
+        head, _, self._buffer = self._buffer.partition(b"\n")
+        line: dict[str, Any] = json.loads(head)
+        if "end" in line:
+            self.ended = End(**line["end"])
+        return line
+
+
+def folders(own: Path) -> dict[str, str]:
+    """A worker writes, compiles and caches in a folder of its own, which ends with it."""
+    names = ("HOME", "TMPDIR", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+    return {name: str(own) for name in names}

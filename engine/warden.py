@@ -1,0 +1,263 @@
+"""The warden: one small process a worker, which starts it, watches it, ends it with everything it started, and says how it
+ended. It runs no candidate code and imports no more than the standard library.
+
+`python -m tideforge.engine.warden --control FD --worker FD --log FILE --scratch DIR --memory BYTES`. Over `control`, one JSON
+object a line: {"pid"} first; for each line "census" what runs now; {"end"} last, when the worker has ended or `control` got
+"end" or was closed. So a worker outlives neither the authority nor its warden.
+
+Everything below the worker dies with it, sessions of its own included: by a process namespace where one can be made, else
+as descendants of the warden, which adopts what loses its parent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tideforge.engine import procfs
+from tideforge.engine.guard import adopt_orphans, die_with_parent, enter_pid_namespace
+from tideforge.engine.tracer import Tracer
+
+WEIGHTS = "tideforge-weights"  # the keeper's name of that segment
+POLL_S = 0.05
+SCAN_S = 1.0  # between two looks at all processes of the machine
+FORKING = 32  # so many new threads on the machine are a reason to look at once
+KEPT_OUTPUT = 64 << 10
+MAX_LOG = 8 << 20
+MAX_OUTPUT = 16 << 20
+MAX_WRITTEN = 256 << 20
+MAX_PROCESSES = 64
+MAX_THREADS = 1024
+# Output is counted by the hour: a worker that serves may run for weeks.
+HOUR_S = 3600.0
+KILL_S = 30.0  # a process whose GPU hangs may take this long to die
+_WALL = 0x40000000  # waitid(2): also threads that are traced
+
+
+class Warden:
+    def __init__(self, control: socket.socket, log: Path, scratch: Path, memory_bytes: int) -> None:
+        self.control, self.log, self.scratch, self.memory_bytes = control, log, scratch, memory_bytes
+        self.verdict, self.why = "", ""
+        self.code: int | None = None
+        self.ending = False
+        self.printed = self.others_bytes = self.others_wrote = 0
+        self.started = time.monotonic()
+        self.next_scan, self.tasks = 0.0, procfs.tasks_in_all()
+        self.starved = procfs.kills_by_the_kernel()
+        self.selector = selectors.DefaultSelector()
+        self._listen()
+
+    def _listen(self) -> None:
+        self.woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.output, self.worker_output = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self.output, False)
+        self.selector.register(self.woken, selectors.EVENT_READ, self._wake)
+        self.selector.register(self.output, selectors.EVENT_READ, self._read_output)
+        self.selector.register(self.control, selectors.EVENT_READ, self._obey)
+
+    def start(self, command: list[str]) -> None:
+        adopt_orphans()
+        self.first = start_first() if enter_pid_namespace() else None
+        hold, release = os.pipe2(os.O_CLOEXEC)
+        self.worker = os.fork()
+        if self.worker == 0:
+            become(command, hold, release, self.worker_output)
+        self.tracer = Tracer(self.worker, WEIGHTS)
+        for fd in (hold, release, self.worker_output):
+            os.close(fd)
+        self._say({"pid": self.worker})
+
+    def run(self) -> None:
+        while self.code is None and not self.ending:
+            for key, _ in self.selector.select(POLL_S):
+                key.data()
+            self._reap()
+            if self.code is None:
+                self._patrol()
+        self._finish()
+
+    def _wake(self) -> None:
+        os.read(self.woken, 4096)
+
+    def _obey(self) -> None:
+        words = self.control.recv(4096).split()
+        if not words or b"end" in words:
+            self.ending = True
+        elif b"census" in words:
+            self._say(self.census())
+
+    def census(self) -> dict[str, int]:
+        others = self._others()
+        return {
+            "processes": len(others), "threads": procfs.threads(self.worker), "weights_faults": self.tracer.faults,
+        }  # fmt: skip
+
+    def _others(self) -> list[int]:
+        """What runs below the warden beside the worker."""
+        return [pid for pid in procfs.descendants(os.getpid()) if pid not in (self.worker, self.first)]
+
+    def _read_output(self) -> None:
+        try:
+            text = os.read(self.output, 1 << 16)
+        except BlockingIOError:
+            return
+        if not text:
+            self.selector.unregister(self.output)
+            return
+        if (room := KEPT_OUTPUT - self.printed) > 0:
+            append(self.log, text[:room])
+        self.printed += len(text)
+        if self.printed > MAX_OUTPUT * self._hours():
+            self._judge(
+                "too_much_output", f"it printed {self.printed >> 20} MiB; {MAX_OUTPUT >> 20} an hour are allowed"
+            )
+
+    def _patrol(self) -> None:
+        now, tasks = time.monotonic(), procfs.tasks_in_all()
+        if now >= self.next_scan or tasks > self.tasks + FORKING:
+            self.next_scan, self.tasks = now + SCAN_S, tasks
+            self._scan()
+        self._weigh()
+
+    def _weigh(self) -> None:
+        """What the worker holds and has written; of what it started, as the last scan saw it."""
+        written = procfs.written_bytes(self.worker) + self.others_wrote
+        if written > MAX_WRITTEN * self._hours():
+            self._judge("too_much_output", f"it wrote {written >> 20} MiB; {MAX_WRITTEN >> 20} an hour are allowed")
+        held = procfs.memory_bytes(self.worker) + self.others_bytes
+        if held > self.memory_bytes:
+            self._judge(
+                "out_of_memory", f"it held {held >> 20} MiB on the host; {self.memory_bytes >> 20} were allowed"
+            )
+
+    def _scan(self) -> None:
+        others = self._others()
+        self.others_bytes = sum(map(procfs.share_bytes, others))
+        self.others_wrote = sum(map(procfs.written_bytes, others))
+        if len(others) > MAX_PROCESSES:
+            self._judge("left_processes", f"{len(others)} processes of its own ran; {MAX_PROCESSES} are allowed")
+        if (threads := procfs.threads(self.worker)) > MAX_THREADS:
+            self._judge("left_threads", f"it ran {threads} threads; {MAX_THREADS} are allowed")
+
+    def _hours(self) -> float:
+        return 1 + (time.monotonic() - self.started) / HOUR_S
+
+    def _judge(self, verdict: str, why: str) -> None:
+        if not self.verdict:
+            self.verdict, self.why, self.ending = verdict, why, True
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG | _WALL)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if os.WIFSTOPPED(status):
+                self.tracer.resume(pid, status)
+            elif pid == self.worker:
+                self.code = os.waitstatus_to_exitcode(status)
+
+    def _finish(self) -> None:
+        """Ends what is left and gives the report."""
+        by_itself, left = self.code is not None, len(self._others())
+        deadline = time.monotonic() + KILL_S
+        while (alive := self._kill()) and time.monotonic() < deadline:
+            self._reap()
+            time.sleep(0.002)
+        self._reap()
+        if self.output in {key.fd for key in self.selector.get_map().values()}:
+            self._read_output()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        starved = procfs.kills_by_the_kernel() > self.starved
+        end = {
+            "code": self.code, "by_itself": by_itself, "verdict": self.verdict, "why": self.why, "left": left,
+            "weights_faults": self.tracer.faults, "starved": starved, "undead": len(alive),
+        }  # fmt: skip
+        self._say({"end": end})
+
+    def _kill(self) -> list[int]:
+        """SIGKILL to all that lives below the warden; what that was."""
+        alive = procfs.descendants(os.getpid())
+        if self.first in alive:  # everything in a namespace ends with its first process
+            procfs.kill([self.first, self.worker])
+        else:
+            procfs.kill(alive)
+        return alive
+
+    def _say(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the authority may be gone
+            self.control.sendall(json.dumps(message).encode() + b"\n")
+
+
+def start_first() -> int:
+    """The first process of a new namespace: it only reaps, and takes everything in there with it."""
+    pid = os.fork()
+    if pid == 0:
+        die_with_parent()
+        os.setsid()
+        os.closerange(0, 4096)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        while True:
+            signal.pause()
+    return pid
+
+
+def become(command: list[str], hold: int, release: int, output: int) -> None:
+    """In the forked child: waits until it is traced, then becomes the worker. Never returns."""
+    try:
+        os.close(release)
+        os.setsid()
+        os.read(hold, 1)  # until the warden has closed its end
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        with open("/proc/self/oom_score_adj", "w") as file:  # short of memory, the kernel takes a worker first
+            file.write("1000")
+        os.execv(command[0], command)
+    finally:
+        os._exit(127)
+
+
+def append(log: Path, text: bytes) -> None:
+    with contextlib.suppress(OSError):  # a full disk is no reason to stop watching
+        if log.exists() and log.stat().st_size > MAX_LOG:
+            log.replace(log.with_suffix(".log.1"))
+        with log.open("ab") as file:
+            file.write(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="start, watch and end one worker")
+    parser.add_argument("--control", type=int, required=True, help="inherited socket to the authority")
+    parser.add_argument("--worker", type=int, required=True, help="inherited socket that the worker gets")
+    parser.add_argument("--log", type=Path, required=True, help="where the head of the worker's output goes")
+    parser.add_argument("--scratch", type=Path, required=True, help="the worker's folder, removed at its end")
+    parser.add_argument("--memory", type=int, required=True, help="bytes that the worker may hold on the host")
+    args = parser.parse_args()
+    os.set_inheritable(args.control, False)
+    with socket.socket(fileno=args.control) as control:
+        warden = Warden(control, args.log, args.scratch, args.memory)
+        args.scratch.mkdir(parents=True, exist_ok=True)
+        os.chdir(args.scratch)
+        warden.start([sys.executable, "-P", "-m", "tideforge.engine.worker", "--fd", str(args.worker)])
+        os.close(args.worker)
+        warden.run()
+
+
+if __name__ == "__main__":
+    main()
