@@ -16,7 +16,7 @@ import pytest
 
 import tideforge.engine
 from tideforge.data.workload import RequestShape, Workload
-from tideforge.engine.client import EngineClient
+from tideforge.engine.client import EngineClient, EngineControl
 from tideforge.engine.config import Settings
 from tideforge.engine.doubles import tiny_llama
 from tideforge.engine.evaluate import ServiceConfig
