@@ -153,6 +153,6 @@ def engine(tmp_path_factory) -> Iterator[Engine]:
     client = EngineClient(state / "engine.sock", patience_s=60)
     client.incumbent()
     yield Engine(client, night, state)
-    client.stop()
+    EngineControl(state).stop()
     if (status := keeper_status(state)) is not None:
         os.kill(status["pid"], signal.SIGTERM)
