@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import platform
 import secrets
 import statistics
@@ -58,6 +59,7 @@ class ServiceConfig:
     trial_s: float = 60.0
     allow_imports: tuple[str, ...] = ()
     tune: bool = True
+    noise_trials: int = 0  # of the incumbent against itself, before any candidate's; they widen every interval
     bandwidth_bytes_per_s: float | None = None  # spec sheet; None: no floor is applied
     cache_bytes: int = 0
     exit_at: float | None = None  # seconds since the epoch; an idle service ends then, whatever became of its flow
@@ -138,6 +140,8 @@ class Bench:
         self._tune()
         self.spares: list[RemoteExecutor] = []
         self._refill()
+        self.noise: tuple[float, ...] = ()
+        self.noise = self._measure_noise()
 
     def close(self) -> None:
         self.reference.close()
@@ -213,6 +217,22 @@ class Bench:
         log_event(self.config.night, "tuned", options=options, seconds=list(seconds.values()), best=options[best])
         return options[best]
 
+    def _measure_noise(self) -> tuple[float, ...]:
+        """Log ratios of the incumbent against itself, each time in another fresh worker. Once a night."""
+        path = self.config.night / "noise.json"
+        if not path.exists():
+            logs = []
+            for _ in range(self.config.noise_trials):
+                worker = self._take_spare()
+                try:
+                    self.lab.stage(worker, self.incumbent, self.layers)
+                    logs.append(math.log(self._measure(worker, self.incumbent, Spent()).ratio))
+                finally:
+                    self.lab.release(worker)
+                    self._refill()
+            write_atomic(path, json.dumps({"log_ratios": logs}))
+        return tuple(json.loads(path.read_text())["log_ratios"])
+
     def evaluate(self, trial: Trial, forward: Forward) -> Trial:
         """The trial with its outcome, and figures if it passed. Never raises for what a candidate did."""
         spent = Spent()
@@ -240,6 +260,9 @@ class Bench:
                 self.lab.release(worker)
                 self.arenas["candidate"].fill(0xFF)
             self._refill()
+        if worker is not None and not self.lab.weights_intact():
+            message = "the weights' checksum is another than before it; they are restored"
+            done = dataclasses.replace(trial, outcome=Outcome.WEIGHTS_WRITTEN, message=message)
         if done.outcome is not Outcome.PASSED:
             self.lab.forget_kernels(forward)
         return dataclasses.replace(
@@ -353,7 +376,8 @@ class Bench:
             blocks.append((a, b))
             pairs += steps
             found = measure.ratio_of_steps(pairs)
-            sure = len(pairs) >= MIN_PAIRS and (found.low > 1 or found.high - found.low < 2 * PRECISE)
+            better = measure.with_noise_floor(found, self.noise).low > 1
+            sure = len(pairs) >= MIN_PAIRS and (better or found.high - found.low < 2 * PRECISE)
             if found.ratio < HOPELESS or sure or time.monotonic() > deadline:
                 break  # decided either way; the final score is another measurement
         return blocks, pairs
@@ -365,7 +389,7 @@ class Bench:
         return measure.Side.of(self.incumbent.id, new_core(self.settings), self.incumbent_worker)
 
     def _figures(self, blocks: list[tuple[measure.Block, measure.Block]], pairs: list[tuple[float, float]]) -> Figures:
-        ratio = measure.ratio_of_steps(pairs)
+        ratio = measure.with_noise_floor(measure.ratio_of_steps(pairs), self.noise)
         ours = [block for _, block in blocks]
         self._require_possible(min(b for _, b in pairs))
         p50, p90 = measure.user_tps(ours)

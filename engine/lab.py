@@ -73,8 +73,12 @@ class Lab:
         fds = protocol.call(self._keeper_socket(), request, START_TIMEOUT_S).fds
         return Arena(self.layout, fds, _Kept(self, name) if self.settings.device != "cpu" else None)
 
-    def ask_keeper(self, request: dict[str, Any]) -> None:
-        protocol.call(self._keeper_socket(), request, START_TIMEOUT_S)
+    def weights_intact(self) -> bool:
+        """Whether nobody has written the weights since the last call; the keeper restores them if somebody has."""
+        return bool(self.ask_keeper({"type": "intact"}).header["intact"])
+
+    def ask_keeper(self, request: dict[str, Any]) -> protocol.Message:
+        return protocol.call(self._keeper_socket(), request, START_TIMEOUT_S)
 
     def spare(self, arena: Arena) -> RemoteExecutor:
         """A worker with torch imported and memory mapped, waiting for a forward."""

@@ -29,6 +29,12 @@ _T95 = (
 )  # fmt: skip
 
 
+# One-sided 99 % quantiles of the same distribution.
+_T99 = (
+    31.821, 6.965, 4.541, 3.747, 3.365, 3.143, 2.998, 2.896, 2.821, 2.764, 2.718, 2.681, 2.650, 2.624, 2.602,
+)  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True)
 class Answer:
     """One request's chain, with the seconds since the reveal at which each token arrived."""
@@ -143,6 +149,23 @@ def interval(ratios: Sequence[float]) -> Interval:
 def ratio_of(measured: Sequence[tuple[Block, Block]]) -> Interval:
     """Output tokens/s of b over a, pair by pair."""
     return interval([b.output_tps / a.output_tps for a, b in measured])
+
+
+def with_noise_floor(found: Interval, log_ratios: Sequence[float]) -> Interval:
+    """`found` widened by what workers of equal source differ by, lastingly: pairs of one worker pair do not show that.
+
+    `log_ratios` are of the incumbent against itself, each in a fresh worker; their mean is known to be 0. Both errors are
+    independent, so half-widths add as squares. The floor's takes a one-sided 99 % quantile: a search looks at many candidates.
+    """
+    if not log_ratios:
+        return found
+    spread = math.sqrt(statistics.fmean([value**2 for value in log_ratios]))
+    floor = _T99[min(len(log_ratios), len(_T99)) - 1] * spread * found.ratio
+    return dataclasses.replace(
+        found,
+        low=found.ratio - math.hypot(found.ratio - found.low, floor),
+        high=found.ratio + math.hypot(found.high - found.ratio, floor),
+    )
 
 
 def percentile(values: Sequence[float], share: float) -> float:

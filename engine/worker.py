@@ -129,30 +129,28 @@ class Worker:
         self.config = contract.ModelConfig.load(Path(head["model"]))
         self.limits = contract.Limits(**head["limits"])
         self.device = torch.device(head["device"])
-        with exclusive(head["clock"] if self.device.type != "cpu" else os.devnull):
-            self._attach(message)
+        if self.device.type != "cpu":
+            device_memory.prepare(self.device)
+        self.weights = map_weights(message.fds[0], head["bytes"], head["entries"], self.dtype, self.device)
+        self.group, self.logits = map_arena(message.fds[1], self.layout, self.device)
+        if head["rehearse"]:
+            with exclusive(head["clock"]):
+                self._rehearse(Path(head["rehearse"]["folder"]), head["rehearse"]["kernels"])
         if self.device.type == "cpu":  # CUDA reserves more than any limit
             limit_data(int(head["memory_bytes"]))
         for fd in message.fds:
             os.close(fd)
         protocol.send(self.sock, {"type": "ready", "pid": os.getpid()})
 
-    def _attach(self, message: protocol.Message) -> None:
-        """On a GPU this makes the CUDA context, which would disturb whoever is timed meanwhile."""
-        head = message.header
-        if self.device.type != "cpu":
-            device_memory.prepare(self.device)
-        self.weights = map_weights(message.fds[0], head["bytes"], head["entries"], self.dtype, self.device)
-        self.group, self.logits = map_arena(message.fds[1], self.layout, self.device)
-        if head["rehearse"]:
-            self._rehearse(Path(head["rehearse"]["folder"]), head["rehearse"]["kernels"])
-
     def _rehearse(self, folder: Path, kernels: str) -> None:
-        """Runs a trusted forward once on the dummy page, so that libraries and their kernels are loaded; then forgets it."""
+        """Runs a trusted forward once on the dummy page, so that libraries and their kernels are loaded; then forgets it.
+
+        Its logits go nowhere: the arena's are another worker's at this time.
+        """
         os.environ["TRITON_CACHE_DIR"] = kernels
         before = set(sys.modules)
         forward = load_forward(folder, self._context(range(1), ()))
-        runner = Runner(forward, self.logits, self.layout.block_size)
+        runner = Runner(forward, torch.empty_like(self.logits[:1]), self.layout.block_size)
         for queries in (1, min(16, self.layout.block_size)):
             runner.rehearse(queries)
         if self.device.type != "cpu":

@@ -13,6 +13,9 @@ from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.incumbent import first_forward
 
 GPU_SPARES = 3
+GPU_NOISE_TRIALS = (
+    8  # a few seconds each there; a CPU's take too long, and its gains are far above what workers differ by
+)
 GPU_DECODE_STEPS = 64  # a run ends sooner when a request comes
 
 
@@ -92,6 +95,11 @@ def settings_for(endpoint: Endpoint) -> Settings:
         capture_tokens=() if device == "cpu" else tuple(1 << power for power in range(4, 12)),
         capture_contexts=() if device == "cpu" else graph_contexts(limits.max_model_len),
     )
+
+
+def noise_trials(endpoint: Endpoint) -> int:
+    """How often the search measures the incumbent against itself before it measures candidates."""
+    return 0 if device_for(endpoint) == "cpu" else GPU_NOISE_TRIALS
 
 
 def graph_rows(max_num_seqs: int) -> tuple[int, ...]:

@@ -63,6 +63,7 @@ def open_bench(
         trial_s=30,
         allow_imports=("swiglu",),
         tune=False,
+        noise_trials=0 if settings.device == "cpu" else 8,
     )
     with contextlib.closing(Bench(config)) as bench:
         yield bench

@@ -17,7 +17,7 @@ from tideforge.engine.events import read_events
 from tideforge.engine.guard import start_detached
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.incumbent import incumbent_folder
-from tideforge.tasks.machine import floor_figures, other_cpus, settings_for
+from tideforge.tasks.machine import floor_figures, noise_trials, other_cpus, settings_for
 from tideforge.tasks.search.agent import AgentReport
 from tideforge.tasks.search.search import finalist
 from tideforge.tasks.store import Manifest, Run
@@ -69,6 +69,7 @@ def _config(run: Run, endpoint: Endpoint, deadline: float) -> ServiceConfig:
         incumbent=incumbent_folder(run, endpoint).resolve(),
         workload=run.path(run.need("workload"), "workload").resolve(),
         passes=endpoint.budget.search_pairs,
+        noise_trials=noise_trials(endpoint),
         trial_s=endpoint.budget.trial_s,
         allow_imports=tuple(endpoint.allow_imports),
         bandwidth_bytes_per_s=bandwidth,
@@ -152,6 +153,7 @@ def close_search(run: Run, endpoint: Endpoint, reports: Sequence[AgentReport]) -
         "served": tuned["served"],
         "knobs": tuned["knobs"],
         "bounds": tuned["bounds"],
+        "noise": json.loads((run.folder / "noise.json").read_text())["log_ratios"],
         "searched_s": time.time() - started,
         "tuned_sha256": sha256_file(run.folder / "tuned.json"),
     }

@@ -210,8 +210,12 @@ def examine(
     plan: Plan,
     progress: Callable[[str], None] = lambda line: None,
     now: Callable[[], float] = time.perf_counter,
+    noise: Sequence[float] = (),
 ) -> Verdict:
-    """All gates and the planned pairs, until the time is over: looked at before each. Never raises for what the candidate did."""
+    """All gates and the planned pairs, until the time is over: looked at before each. Never raises for what the candidate did.
+
+    `noise`: log ratios of the incumbent against itself, as the search found them; they widen the interval.
+    """
     with contextlib.closing(Trialled(settings, events, incumbent, candidate, workload, bounds)) as trialled:
         gates: list[GateResult] = []
         begin, cut, unverified = now(), "", ""
@@ -234,12 +238,14 @@ def examine(
             unverified = str(lost)
         except CandidateError as error:
             gates.append(GateResult("answers", False, f"{error.outcome}: {error.message}", now() - begin, {}))
-        return dataclasses.replace(_verdict(trialled, gates), cut=cut, unverified=unverified)
+        return dataclasses.replace(_verdict(trialled, gates, noise), cut=cut, unverified=unverified)
 
 
-def _verdict(trialled: Trialled, gates: list[GateResult]) -> Verdict:
+def _verdict(trialled: Trialled, gates: list[GateResult], noise: Sequence[float]) -> Verdict:
     blocks = trialled.blocks
-    score = measure.ratio_of(blocks) if len(blocks) > 1 else measure.Interval(0.0, 0.0, 0.0, len(blocks))
+    score = measure.Interval(0.0, 0.0, 0.0, len(blocks))
+    if len(blocks) > 1:
+        score = measure.with_noise_floor(measure.ratio_of(blocks), noise)
     ours = [b for _, b in blocks]
     p50, p90 = measure.user_tps(ours) if ours else (0.0, 0.0)
     ttft = measure.percentile([answer.ttft_s for b in ours for answer in b.answers], 0.5) if ours else 0.0
@@ -276,7 +282,7 @@ def verify(run: Run, endpoint: Endpoint) -> Manifest:
     verdict = examine(
         settings, run.folder, Forward.load(forwards / inputs["incumbent"]), candidate,
         Workload.read(run.path(run.need("workload"), "workload")), bounds_from(search.extra["bounds"]),
-        plan, lambda line: log_event(run.folder, "verify", line=line),
+        plan, lambda line: log_event(run.folder, "verify", line=line), noise=search.extra["noise"],
     )  # fmt: skip
     log_event(run.folder, "verify", line="the incumbent's one-user decode beside transformers")
     plain = beside_transformers(settings, (forwards / str(search.extra["served"])).resolve())

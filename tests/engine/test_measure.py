@@ -89,3 +89,24 @@ def test_p90_of_speed_is_the_speed_that_nine_in_ten_reach():
     answers = tuple(measure.Answer((1,), tuple(range(11)), tuple(i / rate for i in range(11))) for rate in range(1, 12))
     median, p90 = measure.user_tps([measure.Block(1.0, answers)])
     assert median == pytest.approx(6) and p90 == pytest.approx(2)
+
+
+def test_what_equal_workers_differ_by_widens_an_interval():
+    found = measure.Interval(1.02, 1.015, 1.025, 10)
+    assert measure.with_noise_floor(found, ()) == found
+    wide = measure.with_noise_floor(found, (0.007, -0.007, 0.007, -0.007, 0.007, -0.007, 0.007, -0.007))
+    floor = 2.896 * 0.007 * 1.02
+    assert wide.low == pytest.approx(1.02 - (0.005**2 + floor**2) ** 0.5) and wide.low < 1
+    assert wide.high == pytest.approx(1.02 + (0.005**2 + floor**2) ** 0.5)
+    assert (wide.ratio, wide.pairs) == (1.02, 10)
+
+
+def test_of_equal_workers_few_claim_a_win():
+    rng = random.Random(3)
+    wins = 0
+    for _ in range(300):
+        noise = [rng.gauss(0, 0.0075) for _ in range(8)]
+        lasting = rng.gauss(0, 0.0075)
+        pairs = [(1.0, math.exp(-lasting - rng.gauss(0, 0.01))) for _ in range(10)]
+        wins += measure.with_noise_floor(measure.ratio_of_steps(pairs), noise).low > 1
+    assert wins <= 9
