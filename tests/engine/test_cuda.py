@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from pathlib import Path
 
@@ -26,11 +27,22 @@ FAULTS = {
         "    def forward(batch):\n        batch.logits[bad] = 0\n        torch.cuda.synchronize()\n    return forward\n"
     ),
 }  # fmt: skip
+ON_GRAPHS = {
+    Outcome.CAPTURE_ERROR: (
+        "\n\nplain = build\n\ndef build(ctx):\n    inner = plain(ctx)\n    def forward(batch):\n"
+        "        batch.seq_lens.max().item()\n        inner(batch)\n    return forward\n"
+    ),
+    Outcome.HUNG: (
+        "\n\nplain = build\n\ndef build(ctx):\n    inner = plain(ctx)\n    def forward(batch):\n"
+        "        torch.cuda._sleep(1 << 60)\n        inner(batch)\n    return forward\n"
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "make"), [("llama", tiny_llama), ("moe", tiny_moe), ("mla", tiny_deepseek)])
-def test_trials_on_a_gpu(name, make, tmp_path, end_keeper):
+@pytest.mark.parametrize("graphs", [False, True])
+def test_trials_on_a_gpu(name, make, graphs, tmp_path, end_keeper):
     model, state = make(tmp_path / "model"), tmp_path / "s"
     end_keeper(state)
     shapes = tuple(RequestShape(6 + i, 4) for i in range(8))
@@ -38,10 +50,19 @@ def test_trials_on_a_gpu(name, make, tmp_path, end_keeper):
     workload = Workload(users=8, search=shapes, held_out=shapes, corpus=corpus, profile="p", seed=0)
     (tmp_path / "workload.json").write_text(workload.to_json())
     settings = Settings(state=state, model=model, num_blocks=64, device="cuda")
+    if graphs:
+        if name != "llama" and not (MODELS / name / "experts.py").exists():
+            pytest.skip("this forward asks the host for lengths")
+        limits = dataclasses.replace(settings.limits, decode_steps=16)
+        settings = dataclasses.replace(
+            settings, limits=limits, capture_rows=(8,), capture_tokens=(64,), capture_contexts=(64,), spares=2
+        )
     config = ServiceConfig(settings, tmp_path, MODELS / name, tmp_path / "workload.json", passes=1)
     with contextlib.closing(Bench(config)) as bench:
         plain = bench.incumbent
-        for outcome, text in {Outcome.PASSED: "\n# the same\n", **FAULTS}.items():
+        for outcome, text in {
+            Outcome.PASSED: "\n# the same\n", **FAULTS, **(ON_GRAPHS if graphs else {})
+        }.items():  # fmt: skip
             forward = plain.with_file("forward.py", plain.files["forward.py"] + text)
             begin = time.time()
             done = bench.evaluate(Trial("t", forward.id, "slow", "test", time.time()), forward)
@@ -49,3 +70,4 @@ def test_trials_on_a_gpu(name, make, tmp_path, end_keeper):
             assert done.outcome is outcome, done.message
         after = Forward({**plain.files, "forward.py": plain.files["forward.py"] + "\n# after all that\n"})
         assert bench.evaluate(Trial("u", after.id, "slow", "test", time.time()), after).outcome is Outcome.PASSED
+        assert bench.lab.weights_intact()
