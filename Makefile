@@ -20,7 +20,14 @@ bench-moe: setup
 	  $(TIDEFORGE) node $$node $(MOE) --run $(RUN) || exit 1; done
 	@$(TIDEFORGE) report $(RUN) $(MOE) --json
 
-.PHONY: bench-moe setup demo demo-drift up down test test-all lint
+# The engine's own figures on this machine, on a GPU where there is one; PART=decode or PART=swap alone.
+bench-engine: setup
+	@$(PY) -m tideforge.engine.bench $(or $(PART),all)
+
+bench-engine-cpu: setup
+	@$(PY) -m tideforge.engine.bench $(or $(PART),all) --device cpu
+
+.PHONY: bench-engine bench-engine-cpu bench-moe setup demo demo-drift up down test test-all lint
 
 setup:
 	@deployments/setup.sh

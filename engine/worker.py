@@ -136,7 +136,7 @@ class Worker:
         if head["rehearse"]:
             with exclusive(head["clock"]):
                 self._rehearse(Path(head["rehearse"]["folder"]), head["rehearse"]["kernels"])
-        if self.device.type == "cpu":  # CUDA reserves more than any limit
+        if self.device.type == "cpu" and head["memory_bytes"]:  # CUDA reserves more than any limit
             limit_data(int(head["memory_bytes"]))
         for fd in message.fds:
             os.close(fd)

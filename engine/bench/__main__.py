@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -85,8 +86,8 @@ PARTS: Mapping[str, Callable[[Size, Path, str], dict[str, Any]]] = {"decode": pa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=sorted(PARTS))
+    parser = argparse.ArgumentParser(prog="python -m tideforge.engine.bench", description=__doc__)
+    parser.add_argument("part", choices=[*sorted(PARTS), "all"], help="what to measure; all: one after another")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--state", type=Path, help="folder for model and state; a temporary one if absent")
     parser.add_argument("--trials", type=int, help="how many sources a part made of trials tries")
@@ -94,15 +95,21 @@ def main() -> None:
     size = GPU if args.device == "cuda" else CPU
     if args.trials:
         size = dataclasses.replace(size, trials=args.trials)
-    begin = time.perf_counter()
+    figures: dict[str, Any] = {"device": device_name(args.device), "torch": torch.__version__, "shape": size.shape}
     with tempfile.TemporaryDirectory(prefix="tideforge-bench-") as folder:
-        state = args.state or Path(folder)
-        try:
-            figures = PARTS[args.part](size, state.resolve(), args.device)
-        finally:
-            end_keeper(state)
-    seconds = round(time.perf_counter() - begin, 1)
-    print(json.dumps({"part": args.part, "device": args.device, "shape": size.shape, "seconds": seconds, **figures}))
+        state = (args.state or Path(folder)).resolve()
+        for name in sorted(PARTS) if args.part == "all" else [args.part]:
+            begin = time.perf_counter()
+            try:
+                figures[name] = PARTS[name](size, state, args.device)
+            finally:
+                end_keeper(state)
+            figures[name]["seconds"] = round(time.perf_counter() - begin, 1)
+    print(json.dumps(figures))
+
+
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} cores"
 
 
 if __name__ == "__main__":

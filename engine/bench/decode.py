@@ -145,6 +145,7 @@ def in_process(lab: Lab, forward: Forward) -> Runner:
     ours, theirs = socket.socketpair()
     worker, arena = Worker(theirs), lab.arena("bench")
     header, fds = lab.attachment(arena)
+    header["memory_bytes"] = 0  # this process is not limited for it
     worker.attach(protocol.Message(header, {}, tuple(os.dup(fd) for fd in fds)))  # it closes what it was given
     folder = forward.save(lab.settings.state / "forwards").resolve()
     layers = [0, lab.config.num_hidden_layers]
