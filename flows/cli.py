@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "profile": ("traffic", "profile", "make or show the profile of a traffic log"),
     "serve": ("serve", "serve", "serve an endpoint over an OpenAI-compatible HTTP API"),
     "node": ("nodes", "node", "run one node of a night alone, from its files"),
+    "engine": ("engine", "engine", "try candidates by hand: the persistent engine outside a night"),
     "recompile": ("recompile", "recompile", "run the whole night for an endpoint"),
     "watch": ("recompile", "watch", "look for drift once and start a recompile if it is worth one"),
     "report": ("report", "report", "recompute every figure of a run from its archive"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -15,6 +16,7 @@ from tideforge.engine.client import SOCKET, EngineClient, EngineControl
 from tideforge.engine.evaluate import ServiceConfig
 from tideforge.engine.events import read_events
 from tideforge.engine.guard import start_detached
+from tideforge.errors import UserError
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.incumbent import incumbent_folder
 from tideforge.tasks.machine import floor_figures, noise_trials, other_cpus, settings_for
@@ -53,7 +55,8 @@ def open_search(run: Run, endpoint: Endpoint) -> Session:
     deadline = time.time() + max(0.0, endpoint.budget.search_s - _spent_s(run))
     _config(run, endpoint, deadline).write(config_path)
     if not _serves(client, run):
-        _start(run, config_path)
+        _make_way(endpoint)
+        launch(run.folder)
     client.incumbent()  # blocks until the incumbent runs and is tuned: that is not the agents' time
     deadline = time.time() + max(0.0, endpoint.budget.search_s - _spent_s(run))
     _note(run, "opened", deadline)
@@ -62,20 +65,36 @@ def open_search(run: Run, endpoint: Endpoint) -> Session:
 
 
 def _config(run: Run, endpoint: Endpoint, deadline: float) -> ServiceConfig:
+    folder, workload = incumbent_folder(run, endpoint).resolve(), run.path(run.need("workload"), "workload").resolve()
+    return service_config(endpoint, run.folder.resolve(), folder, workload, deadline + IDLE_EXIT_S)
+
+
+def service_config(
+    endpoint: Endpoint, night: Path, incumbent: Path, workload: Path, exit_at: float | None = None
+) -> ServiceConfig:
+    """What an engine of this endpoint is started with; `night` is the folder of its archive."""
     bandwidth, cache = floor_figures(endpoint)
     return ServiceConfig(
         settings=settings_for(endpoint),
-        night=run.folder.resolve(),
-        incumbent=incumbent_folder(run, endpoint).resolve(),
-        workload=run.path(run.need("workload"), "workload").resolve(),
+        night=night,
+        incumbent=incumbent,
+        workload=workload,
         passes=endpoint.budget.search_pairs,
         noise_trials=noise_trials(endpoint),
         trial_s=endpoint.budget.trial_s,
         allow_imports=tuple(endpoint.allow_imports),
         bandwidth_bytes_per_s=bandwidth,
         cache_bytes=cache,
-        exit_at=deadline + IDLE_EXIT_S,
+        exit_at=exit_at,
     )
+
+
+def _make_way(endpoint: Endpoint) -> None:
+    """A night does not share the machine with an engine that somebody started by hand; what waits there is kept."""
+    from tideforge.tasks import by_hand
+
+    with contextlib.suppress(UserError):  # another night's: it answers to nobody but its own flow
+        by_hand.stop(endpoint)
 
 
 def _serves(client: EngineClient, run: Run) -> bool:
@@ -87,18 +106,14 @@ def _serves(client: EngineClient, run: Run) -> bool:
         return False
 
 
-def _start(run: Run, config_path: Path) -> None:
+def launch(folder: Path) -> int:
+    """Starts the engine of `folder/service.json`, log beside it; the supervisor's pid."""
     cpus = ",".join(map(str, other_cpus()))
     command = [
-        sys.executable,
-        "-m",
-        "tideforge.engine.supervise",
-        "--config",
-        str(config_path.resolve()),
-        "--cpus",
-        cpus,
-    ]
-    start_detached(command, run.folder / "service.log")
+        sys.executable, "-m", "tideforge.engine.supervise", "--config", str((folder / "service.json").resolve()),
+        "--cpus", cpus,
+    ]  # fmt: skip
+    return start_detached(command, folder / "service.log")
 
 
 def _note(run: Run, what: str, deadline: float) -> None:

@@ -1,0 +1,167 @@
+"""`tideforge engine start|status|submit|trials|stop`: the persistent engine outside a night, for people and scripts."""
+
+from __future__ import annotations
+
+import dataclasses
+import getpass
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from tideforge.flows.commands.options import STATE, load
+
+if TYPE_CHECKING:
+    from tideforge.engine.outcome import Trial
+
+F = TypeVar("F", bound=Callable[..., Any])
+JSON = click.option("--json", "as_json", is_flag=True, help="print one JSON object")
+
+
+def where(command: F) -> F:
+    """--endpoint and --state: which endpoint is meant."""
+    endpoint = click.option(
+        "--endpoint", "endpoint_file", required=True, type=click.Path(path_type=Path), help="endpoint file (YAML)"
+    )
+    return endpoint(STATE(command))
+
+
+@click.group()
+def engine() -> None:
+    """Try candidates by hand: start the persistent engine of an endpoint, submit forwards, read their trials.
+
+    It is the engine that a night's search uses, with the same measuring and the same outcomes, fed by you. It holds the
+    incumbent and stays up until it is stopped, or until a night of the endpoint begins; candidates that still wait are
+    evaluated after the next start. While a night searches, only `status` and `trials` work.
+
+    \b
+    tideforge engine start --endpoint my.yaml
+    tideforge engine submit ./candidate --endpoint my.yaml --wait
+    tideforge engine trials --endpoint my.yaml
+    tideforge engine stop --endpoint my.yaml
+    """
+
+
+@engine.command()
+@where
+@click.option("--run", "run_id", help="take the workload of this run; the newest run with a profile if absent")
+@JSON
+def start(endpoint_file: Path, state: Path | None, run_id: str | None, as_json: bool) -> None:
+    """Start the engine and wait until the incumbent is up and tuned.
+
+    It replays the workload of a run (`tideforge node ingest` and `node profile` make one). The keeper, and so the weights,
+    stay loaded after a stop. Starting what runs already changes nothing.
+    """
+    from tideforge.tasks import by_hand
+
+    endpoint = load(endpoint_file, state)
+    folder, new = by_hand.start(endpoint, by_hand.workload_run(endpoint, run_id))
+    if as_json:
+        click.echo(json.dumps({"folder": str(folder), "run": folder.name, "started": new}))
+    else:
+        click.echo(f"{'started' if new else 'runs already'}, workload of run {folder.name}; its archive: {folder}")
+
+
+@engine.command()
+@where
+@JSON
+def status(endpoint_file: Path, state: Path | None, as_json: bool) -> None:
+    """Say whether an engine runs, for whom, and how long its queue is. Exit code 0 either way."""
+    from tideforge.tasks import by_hand
+
+    endpoint = load(endpoint_file, state)
+    folder = by_hand.folder_in_use(endpoint)
+    if folder is None:
+        click.echo(json.dumps({"runs": False}) if as_json else "no engine runs")
+        return
+    queue = by_hand.client(endpoint).queue()
+    night = not by_hand.is_by_hand(endpoint, folder)
+    facts = {"runs": True, "folder": str(folder), "night": folder.name if night else None, **dataclasses.asdict(queue)}
+    if as_json:
+        click.echo(json.dumps(facts))
+        return
+    click.echo(f"{'the night' if night else 'started by hand, workload of'} {folder.name}")
+    click.echo(
+        f"  incumbent {'ready' if queue.ready else 'starting'}, {queue.waiting} waiting, running: {queue.running or '-'}"
+    )
+
+
+@engine.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@where
+@click.option("--tier", type=click.Choice(["slow"]), default="slow", show_default=True, help="all layers")
+@click.option("--wait", "waits", is_flag=True, help="wait for the trial; exit code 1 unless it passed")
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(min=0), default=600, show_default=True, help="seconds to wait"
+)
+@JSON
+def submit(
+    folder: Path, endpoint_file: Path, state: Path | None, tier: str, waits: bool, timeout_s: float, as_json: bool
+) -> None:
+    """Queue the candidate in FOLDER (forward.py, its own other files, knobs.json) and print its trial's id.
+
+    Without a knobs.json it gets the incumbent's, which are frozen. The same files are the same trial: submitted again
+    they are not measured again.
+    """
+    from tideforge.tasks import by_hand
+
+    endpoint = load(endpoint_file, state)
+    name = by_hand.submit(endpoint, folder, tier, getpass.getuser())
+    client = by_hand.client(endpoint, patience_s=60)  # it may be killed and started again meanwhile
+    trial = client.wait(name, timeout_s) if waits else client.trial(name)
+    click.echo(trial.to_json() if as_json else line(trial))
+    if waits and trial.figures is None:
+        raise SystemExit(1)
+
+
+@engine.command()
+@where
+@click.option(
+    "--run", "run_id", help="of the engine on this run's workload, or of this night; the running one if absent"
+)
+@JSON
+def trials(endpoint_file: Path, state: Path | None, run_id: str | None, as_json: bool) -> None:
+    """List trials in the order of submission: outcome, speed against the incumbent, seconds of each part.
+
+    Ratio is candidate / incumbent in output tokens/s, with its 95 % interval. Reads the archive, so no engine has to run.
+    """
+    from tideforge.tasks import by_hand
+
+    folder, found = by_hand.trials(load(endpoint_file, state), run_id)
+    if as_json:
+        click.echo(json.dumps({"folder": str(folder), "trials": [json.loads(trial.to_json()) for trial in found]}))
+        return
+    click.echo(f"{len(found)} trials in {folder}")
+    for trial in found:
+        click.echo(line(trial))
+
+
+def line(trial: Trial) -> str:
+    """id, outcome, figures or why there are none."""
+    what = str(trial.outcome or "waits")
+    spent = f"stage {trial.stage_s:.1f} check {trial.check_s:.1f} clock {trial.clock_s:.1f} s"
+    if (seen := trial.figures) is None:
+        return f"{trial.id}  {what:15}  {spent if trial.done else ''}  {trial.message}".rstrip()
+    return (
+        f"{trial.id}  {what:15}  {spent}  {seen.ratio:.3f} [{seen.ci_low:.3f}, {seen.ci_high:.3f}] times, "
+        f"{seen.candidate_tps:.1f} tokens/s"
+    )
+
+
+@engine.command()
+@where
+@JSON
+def stop(endpoint_file: Path, state: Path | None, as_json: bool) -> None:
+    """End the engine after its running trial. What still waits is evaluated after the next start.
+
+    The keeper stays, so that the next start need not load the weights; a night's engine is left alone.
+    """
+    from tideforge.tasks import by_hand
+
+    ended = by_hand.stop(load(endpoint_file, state))
+    if as_json:
+        click.echo(json.dumps({"stopped": ended}))
+    else:
+        click.echo("stopped" if ended else "no engine was running")

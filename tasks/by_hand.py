@@ -1,0 +1,185 @@
+"""The persistent engine outside a night: started, asked and ended by a person or a script.
+
+Its archive is `<state>/engine/<run>/`, where <run> is the night whose workload it replays, so that trials on one workload stand
+together and survive any stop. One engine an endpoint: a night that begins ends this one first, a night's own is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tideforge.engine.archive import read_trials
+from tideforge.engine.client import SOCKET, EngineClient, EngineControl
+from tideforge.engine.evaluate import ServiceConfig
+from tideforge.engine.forward import KNOBS, Forward
+from tideforge.engine.guard import has_ended
+from tideforge.engine.outcome import Trial
+from tideforge.errors import CandidateError, TideforgeError, UserError
+from tideforge.tasks.endpoint import Endpoint
+from tideforge.tasks.incumbent import serving_forward
+from tideforge.tasks.machine import check_endpoint
+from tideforge.tasks.night import runs_root
+from tideforge.tasks.search.session import launch, service_config
+from tideforge.tasks.store import Run, checked
+
+FOLDER = "engine"
+END_S = 180.0  # a running trial is finished first
+
+
+def client(endpoint: Endpoint, patience_s: float = 0.0) -> EngineClient:
+    return EngineClient(endpoint.state.resolve() / SOCKET, patience_s)
+
+
+def folder_in_use(endpoint: Endpoint) -> Path | None:
+    """The folder that the running engine works for, None when none runs."""
+    with contextlib.suppress(UserError):
+        return Path(str(client(endpoint).status()["night"]))
+    return None
+
+
+def is_by_hand(endpoint: Endpoint, folder: Path) -> bool:
+    return folder.parent == endpoint.state.resolve() / FOLDER
+
+
+def require_no_night(endpoint: Endpoint) -> Path | None:
+    """Raises UserError when the engine that runs is a night's; else its folder, if one runs."""
+    folder = folder_in_use(endpoint)
+    if folder is not None and not is_by_hand(endpoint, folder):
+        raise UserError(
+            str(endpoint.state / SOCKET), f"belongs to the night {folder.name}, which is searching",
+            "wait for its end; `tideforge engine trials` shows how far it is",
+        )  # fmt: skip
+    return folder
+
+
+def require_own(endpoint: Endpoint) -> Path:
+    """The folder of the engine started by hand. UserError when none runs, or a night's."""
+    folder = require_no_night(endpoint)
+    if folder is None:
+        raise UserError(str(endpoint.state / SOCKET), "no engine runs", "start one: tideforge engine start")
+    return folder
+
+
+@contextlib.contextmanager
+def alone(endpoint: Endpoint) -> Iterator[None]:
+    """One start at a time."""
+    root = endpoint.state / FOLDER
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / "start.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def start(endpoint: Endpoint, run: Run) -> tuple[Path, bool]:
+    """Starts the engine on a run's workload and waits until the incumbent is up and tuned. Its folder, and whether it is new."""
+    check_endpoint(endpoint)
+    with alone(endpoint):
+        running = require_no_night(endpoint)
+        folder = endpoint.state.resolve() / FOLDER / run.id
+        if running is not None and running != folder:
+            raise UserError(
+                str(endpoint.state / SOCKET), f"an engine runs on the workload of {running.name}",
+                "stop it first: tideforge engine stop",
+            )  # fmt: skip
+        if running is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            config(endpoint, run, folder).write(folder / "service.json")
+            await_ready(endpoint, launch(folder), folder / "service.log")
+        return folder, running is None
+
+
+def config(endpoint: Endpoint, run: Run, folder: Path) -> ServiceConfig:
+    forward = serving_forward(endpoint).save(endpoint.state.resolve() / "forwards")
+    workload = run.path(run.need("workload"), "workload").resolve()
+    return service_config(endpoint, folder, forward, workload)
+
+
+def await_ready(endpoint: Endpoint, supervisor: int, log: Path) -> None:
+    while True:
+        if has_ended(supervisor):
+            lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+            raise TideforgeError(f"the engine ended while starting ({lines[-1] if lines else 'no word'}); read {log}")
+        with contextlib.suppress(UserError):
+            if client(endpoint).queue().ready:
+                return
+        time.sleep(0.1)
+
+
+def workload_run(endpoint: Endpoint, run_id: str | None) -> Run:
+    """The run to take the workload from: the one named, else the newest that has a profile. Its workload is made if missing."""
+    from tideforge.tasks.corpus import corpus_ids
+    from tideforge.tasks.profile import workload
+
+    root = runs_root(endpoint)
+    run = Run.open(root, run_id) if run_id is not None else _latest(root)
+    run.need("profile")
+    if run.manifest("workload") is None:
+        workload(run, endpoint, corpus_ids(endpoint))
+    return run
+
+
+def _latest(root: Path) -> Run:
+    runs = [Run(path) for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    profiled = [run for run in runs if run.manifest("profile") is not None]
+    if not profiled:
+        raise UserError(
+            str(root), "no run there has a profile",
+            "make one: tideforge node ingest, then tideforge node profile, both with --run NAME",
+        )  # fmt: skip
+    return max(profiled, key=lambda run: run.need("profile").finished)
+
+
+def read_forward(folder: Path, incumbent: Forward) -> Forward:
+    """A candidate as it lies in `folder`; without a knobs.json it gets the incumbent's. UserError when it cannot be one."""
+    if not folder.is_dir():
+        raise UserError(str(folder), "is not a folder", "give the folder that holds the candidate's forward.py")
+    try:
+        forward = Forward.load(folder)
+    except (CandidateError, OSError, ValueError) as error:
+        raise UserError(str(folder), f"is not a forward ({error})", "mend its files") from None
+    return forward if KNOBS in forward.files else forward.with_file(KNOBS, incumbent.files[KNOBS])
+
+
+def submit(endpoint: Endpoint, folder: Path, tier: str, submitter: str) -> str:
+    """The id of the candidate's trial."""
+    require_own(endpoint)
+    engine = client(endpoint)
+    return engine.submit(read_forward(folder, engine.incumbent()), tier, submitter)
+
+
+def trials(endpoint: Endpoint, run_id: str | None) -> tuple[Path, list[Trial]]:
+    """Of the named run, by hand or at night; else of the engine that runs; else of the newest one. From the archive on disk."""
+    root = endpoint.state.resolve() / FOLDER
+    if run_id is None:
+        folder = folder_in_use(endpoint) or _newest(root)
+    else:
+        own = root / checked(run_id)
+        folder = own if own.is_dir() else Run.open(runs_root(endpoint), run_id).folder
+    if not (folder / "trials").is_dir():
+        raise UserError(str(folder), "holds no trials", "submit a candidate first: tideforge engine submit FOLDER")
+    return folder, read_trials(folder)
+
+
+def _newest(root: Path) -> Path:
+    folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    if not folders:
+        raise UserError(str(root), "no engine was ever started by hand", "start one: tideforge engine start")
+    return max(folders, key=lambda path: (path / "service.json").stat().st_mtime)
+
+
+def stop(endpoint: Endpoint) -> bool:
+    """Ends the engine after its running trial; False when none ran. What waits is kept for the next start."""
+    if require_no_night(endpoint) is None:
+        return False
+    with contextlib.suppress(UserError):  # it has ended meanwhile
+        EngineControl(endpoint.state, patience_s=0).stop()
+    deadline = time.monotonic() + END_S
+    while folder_in_use(endpoint) is not None:
+        if time.monotonic() > deadline:
+            raise TideforgeError(f"the engine has not ended within {END_S:g} s; its trial still runs")
+        time.sleep(0.1)
+    return True
