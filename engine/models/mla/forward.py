@@ -6,7 +6,7 @@ taken into the latents' space and results out of it, so that no step expands the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +58,8 @@ def sequences(batch: Batch, block_size: int) -> list[Span]:
 def attention(q: Tensor, keys: Tensor, values: Tensor, spans: list[Span], scale: float) -> Tensor:
     """q [T, heads, R + D] over paged latents [num_blocks, block_size, 1, R] and rotated parts [.., 1, D] -> [T, heads, R].
 
-    A token's key is both side by side, its value the latent alone.
+    A token's key is both side by side, its value the latent alone. The plain version: it asks the host for lengths. On a GPU
+    latent_attention.py does the same without it.
     """
     out = torch.empty_like(q[..., : keys.shape[-1]])
     for rows, blocks, length, mask in spans:
@@ -101,15 +102,28 @@ class Layer:
             )
             self.experts = [mlp(f"experts.{expert}.") for expert in range(config.num_local_experts)]
         self.always = mlp("shared_experts." if self.sparse else "")  # in a dense layer all there is
+        self.attention: Any = attention
+        self.mix: Any = self.one_by_one
+        if ctx.device.type == "cuda":
+            self.use_kernels()
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, spans: list[Span]) -> Tensor:
+    def use_kernels(self) -> None:
+        from latent_attention import latent_attention  # type: ignore[import-not-found]  # the forward's own files
+
+        self.attention = latent_attention
+        if self.sparse:
+            from experts import Experts  # type: ignore[import-not-found]
+
+            self.mix = Experts(self.experts)
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, spans: list[Span] | Batch) -> Tensor:
         eps = self.config.rms_norm_eps
         x = x + self.attend(rms_norm(x, self.input_norm, eps), cos, sin, slots, spans)
         y = rms_norm(x, self.post_norm, eps)
         out = x + swiglu(y, *self.always)
-        return out + self.mixture(y) if self.sparse else out
+        return out + self.mix(y, *self.choose(y)) if self.sparse else out
 
-    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, spans: list[Span]) -> Tensor:
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, spans: list[Span] | Batch) -> Tensor:
         config = self.config
         q, (latent, key) = (
             self.queries(x),
@@ -123,7 +137,7 @@ class Layer:
         self.keys.flatten(0, 1).index_copy_(0, slots, latent[:, None])
         self.values.flatten(0, 1).index_copy_(0, slots, key)
         q = torch.cat((torch.einsum("thd,hdr->thr", plain, self.key_up), turned), dim=-1)
-        out = attention(q, self.keys, self.values, spans, config.attention_scale)
+        out = self.attention(q, self.keys, self.values, spans, config.attention_scale)
         return F.linear(torch.einsum("thr,hdr->thd", out, self.value_up).flatten(1), self.o_proj)
 
     def queries(self, x: Tensor) -> Tensor:
@@ -145,9 +159,11 @@ class Layer:
             shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
         return (shares * config.routed_scaling_factor).to(x.dtype), chosen
 
-    def mixture(self, x: Tensor) -> Tensor:
-        """Each token goes through its chosen experts; an expert sees all of its tokens at once."""
-        shares, chosen = self.choose(x)
+    def one_by_one(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        """Of each token's chosen experts [T, k] their results by shares. An expert sees all of its tokens at once.
+
+        The plain version: it asks the host who was chosen. On a GPU experts.py does the same without it.
+        """
         out = torch.zeros_like(x)
         for expert in chosen.unique().tolist():
             tokens, place = torch.where(chosen == expert)
@@ -169,7 +185,7 @@ class DeepSeek:
     def __call__(self, batch: Batch) -> None:
         x = F.embedding(batch.input_ids, self.embedding)
         cos, sin = self.cos[batch.positions, None], self.sin[batch.positions, None]
-        spans = sequences(batch, self.block_size)
+        spans = batch if batch.positions.is_cuda else sequences(batch, self.block_size)
         for layer in self.layers:
             x = layer(x, cos, sin, batch.slot_mapping[0], spans)
         x = rms_norm(x[batch.logits_indices], self.norm, self.config.rms_norm_eps)

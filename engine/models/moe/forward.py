@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +50,10 @@ def sequences(batch: Batch, block_size: int) -> list[Span]:
 
 
 def attention(q: Tensor, keys: Tensor, values: Tensor, spans: list[Span]) -> Tensor:
-    """q [T, heads, D] over the paged keys and values [num_blocks, block_size, kv_heads, D], one sequence at a time."""
+    """q [T, heads, D] over the paged keys and values [num_blocks, block_size, kv_heads, D], one sequence at a time.
+
+    The plain version: it asks the host for lengths. On a GPU paged_attention.py does the same without it.
+    """
     out = torch.empty_like(q)
     for rows, blocks, length, mask in spans:
         k = keys[blocks].flatten(0, 1)[:length].transpose(0, 1)
@@ -94,14 +97,27 @@ class Layer:
             self.experts = [mlp(f"mlp.experts.{expert}") for expert in range(count)]
         if self.sparse and self.config.shared_expert_intermediate_size:
             self.shared, self.shared_gate = mlp("mlp.shared_expert"), weight("mlp.shared_expert_gate")
+        self.attention: Any = attention
+        self.mix: Any = self.one_by_one
+        if ctx.device.type == "cuda":
+            self.use_kernels()
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, spans: list[Span]) -> Tensor:
+    def use_kernels(self) -> None:
+        from paged_attention import paged_attention  # type: ignore[import-not-found]  # the forward's own files
+
+        self.attention = paged_attention
+        if self.sparse:
+            from experts import Experts  # type: ignore[import-not-found]
+
+            self.mix = Experts(self.experts)
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, spans: list[Span] | Batch) -> Tensor:
         eps = self.config.rms_norm_eps
         x = x + self.attend(rms_norm(x, self.input_norm, eps), cos, sin, slots, spans)
         y = rms_norm(x, self.post_norm, eps)
         return x + (self.mixture(y) if self.sparse else swiglu(y, *self.dense))
 
-    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, spans: list[Span]) -> Tensor:
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, spans: list[Span] | Batch) -> Tensor:
         q = F.linear(x, self.q_proj)
         k = F.linear(x, self.k_proj)
         v = F.linear(x, self.v_proj)
@@ -114,22 +130,29 @@ class Layer:
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         self.keys.flatten(0, 1).index_copy_(0, slots, k)
         self.values.flatten(0, 1).index_copy_(0, slots, v)
-        return F.linear(attention(q, self.keys, self.values, spans).flatten(1), self.o_proj)
+        return F.linear(self.attention(q, self.keys, self.values, spans).flatten(1), self.o_proj)
 
     def mixture(self, x: Tensor) -> Tensor:
-        """Each token goes through its top experts; an expert sees all of its tokens at once."""
+        """Each token goes through its top experts, and through the shared one if there is one."""
         shares = F.softmax(F.linear(x, self.router).float(), dim=-1)
         shares, chosen = shares.topk(self.config.num_experts_per_tok, dim=-1)
         if self.config.norm_topk_prob:
             shares = shares / shares.sum(-1, keepdim=True)
-        shares = shares.to(x.dtype)
+        out = self.mix(x, shares.to(x.dtype), chosen)
+        if self.config.shared_expert_intermediate_size:
+            out += torch.sigmoid(F.linear(x, self.shared_gate)) * swiglu(x, *self.shared)
+        return out
+
+    def one_by_one(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        """Of each token's chosen experts [T, k] their results by shares. An expert sees all of its tokens at once.
+
+        The plain version: it asks the host who was chosen. On a GPU experts.py does the same without it.
+        """
         out = torch.zeros_like(x)
         for expert in chosen.unique().tolist():
             tokens, place = torch.where(chosen == expert)
             y = swiglu(x[tokens], *self.experts[expert])
             out.index_add_(0, tokens, y * shares[tokens, place, None])
-        if self.config.shared_expert_intermediate_size:
-            out += torch.sigmoid(F.linear(x, self.shared_gate)) * swiglu(x, *self.shared)
         return out
 
 
@@ -146,7 +169,7 @@ class MoE:
     def __call__(self, batch: Batch) -> None:
         x = F.embedding(batch.input_ids, self.embedding)
         cos, sin = self.cos[batch.positions, None], self.sin[batch.positions, None]
-        spans = sequences(batch, self.block_size)
+        spans = batch if batch.positions.is_cuda else sequences(batch, self.block_size)
         for layer in self.layers:
             x = layer(x, cos, sin, batch.slot_mapping[0], spans)
         x = rms_norm(x[batch.logits_indices], self.norm, self.config.rms_norm_eps)

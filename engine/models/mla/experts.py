@@ -1,0 +1,1 @@
+../moe/experts.py

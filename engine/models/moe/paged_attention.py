@@ -1,0 +1,1 @@
+../llama/paged_attention.py
