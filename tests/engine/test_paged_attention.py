@@ -73,7 +73,9 @@ def case(lengths, queries, heads, kv_heads, dim, block_size, dtype, seed=0):
         ([300, 9, 130], [1, 1, 60]),  # decodes beside a chunk that follows earlier tokens
     ],
 )
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [(4, 2, 16, 16), (4, 2, 24, 8), (9, 3, 64, 16), (32, 8, 64, 8)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block_size"), [(4, 2, 16, 16), (4, 2, 24, 8), (9, 3, 64, 16), (32, 8, 64, 8)]
+)
 @pytest.mark.timeout(120)
 def test_it_computes_what_plain_attention_does(kernels, lengths, queries, heads, kv_heads, dim, block_size):
     if DEVICE == "cpu" and heads == 32:

@@ -94,6 +94,7 @@ def test_a_wheel_carries_what_it_needs(wheel: Path) -> None:
     wanted = {
         "tideforge/data/hardware.json", "tideforge/data/model_shapes.json", "tideforge/data/samples/README.md",
         "tideforge/data/samples/corpus.txt", "tideforge/engine/models/llama/forward.py", "tideforge/engine/models/llama/knobs.json",
+        "tideforge/engine/models/moe/paged_attention.py", "tideforge/engine/models/mla/experts.py",  # links in the checkout
     }  # fmt: skip
     assert wanted <= names
     assert any(name.startswith("tideforge/data/sql/") for name in names)

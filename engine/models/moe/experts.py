@@ -10,8 +10,6 @@ at once. Weights stay where they are, a tensor an expert: kernels get their addr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -63,9 +61,7 @@ def _gate_up(
     plain = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, HIDDEN, STEP):
         at = start + tl.arange(0, STEP)
-        row = tl.load(
-            x + token[:, None] * HIDDEN + at[None, :], mask=real[:, None] & (at < HIDDEN)[None, :], other=0.0
-        )
+        row = tl.load(x + token[:, None] * HIDDEN + at[None, :], mask=real[:, None] & (at < HIDDEN)[None, :], other=0.0)
         offset = column[None, :] * HIDDEN + at[:, None]
         inside = (column < WIDTH)[None, :] & (at < HIDDEN)[:, None]
         gated = tl.dot(row, tl.load(gate + offset, mask=inside, other=0.0), gated, input_precision=PRECISION)
@@ -109,7 +105,7 @@ def _down(
 class Experts:
     """Holds the weights of each expert, (gate [I, H], up [I, H], down [H, I]), and a table of where they lie."""
 
-    def __init__(self, weights: Sequence[tuple[Tensor, ...]]) -> None:
+    def __init__(self, weights: list[tuple[Tensor, ...]]) -> None:
         self.weights = weights
         self.width, self.hidden = weights[0][0].shape
         every = [tensor for expert in weights for tensor in expert]
