@@ -83,4 +83,4 @@ def test_it_computes_what_plain_attention_does(kernels, lengths, queries, heads,
     if DEVICE == "cuda":
         q, latents, parts = q.bfloat16(), latents.bfloat16(), parts.bfloat16()
         got = kernels.latent_attention(q, latents, parts, batch, scale)
-        assert (got.float() - plain(q, latents, parts, batch, scale).float()).abs().max() < 3e-2
+        torch.testing.assert_close(got, plain(q, latents, parts, batch, scale), atol=2e-2, rtol=1e-2)

@@ -34,7 +34,7 @@ def _attend(
     ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """ROWS pairs of one sequence, one split of the context. Writes `out` itself when there is one split only."""
-    row, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, last = tl.load(starts + row), tl.load(starts + row + 1)
     length = tl.load(lengths + row)
     pairs = (last - first) * heads
@@ -119,7 +119,7 @@ def latent_attention(q: Tensor, latents: Tensor, parts: Tensor, batch: Batch, sc
     kept = (tokens * heads, splits) if splits > 1 else (0, 0)
     partial = torch.empty((*kept, wide), dtype=torch.float32, device=q.device)
     stats = torch.empty((*kept, 2), dtype=torch.float32, device=q.device)
-    _attend[(sequences, triton.cdiv(batch.max_query_len * heads, rows), splits)](
+    _attend[(triton.cdiv(batch.max_query_len * heads, rows), sequences, splits)](  # the first may exceed 65,535
         q, latents, parts, tables, batch.seq_lens, batch.query_start_loc, out, partial, stats, scale, tables.stride(0), heads,
         block_size, r, wide, d, turned, rows, tile, SPLIT, splits, "ieee" if single else "tf32", num_warps=8, num_stages=2,
     )  # fmt: skip
