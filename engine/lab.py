@@ -95,7 +95,7 @@ class Lab:
         with theirs:
             ward = Ward.start(
                 theirs, logs / "workers.log", self.settings.state / "scratch", self.memory_bytes + shared,
-                worker_environment(self.settings.threads),
+                worker_environment(self.settings.threads), self.settings.device,
             )  # fmt: skip
         worker = RemoteExecutor(ward, ours, arena)
         header, fds = self.attachment(arena)

@@ -86,7 +86,13 @@ class Ward:
 
     @classmethod
     def start(
-        cls, worker_socket: socket.socket, log: Path, scratch: Path, memory_bytes: int, environment: Mapping[str, str]
+        cls,
+        worker_socket: socket.socket,
+        log: Path,
+        scratch: Path,
+        memory_bytes: int,
+        environment: Mapping[str, str],
+        device: str = "cpu",
     ) -> Ward:
         """A warden and its worker, which gets `worker_socket` and a folder of its own below `scratch`."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -95,6 +101,7 @@ class Ward:
         command = [
             sys.executable, "-P", "-m", "tideforge.engine.warden", "--control", str(theirs.fileno()), "--worker",
             str(worker_socket.fileno()), "--log", str(log.resolve()), "--scratch", str(own), "--memory", str(memory_bytes),
+            "--device", device,
         ]  # fmt: skip
         with theirs, log.open("ab") as stderr:
             process = subprocess.Popen(

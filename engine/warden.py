@@ -45,7 +45,8 @@ _WALL = 0x40000000  # waitid(2): also threads that are traced
 
 
 class Warden:
-    def __init__(self, control: socket.socket, log: Path, scratch: Path, memory_bytes: int) -> None:
+    def __init__(self, control: socket.socket, log: Path, scratch: Path, memory_bytes: int, device: str) -> None:
+        self.device = device
         self.control, self.log, self.scratch, self.memory_bytes = control, log, scratch, memory_bytes
         self.verdict, self.why = "", ""
         self.code: int | None = None
@@ -69,7 +70,8 @@ class Warden:
 
     def start(self, command: list[str]) -> None:
         adopt_orphans()
-        self.first = start_first() if enter_pid_namespace() else None
+        # CUDA reads /proc by its own process id, so a namespace that keeps the old /proc breaks it: descendants are adopted.
+        self.first = start_first() if self.device == "cpu" and enter_pid_namespace() else None
         hold, release = os.pipe2(os.O_CLOEXEC)
         self.worker = os.fork()
         if self.worker == 0:
@@ -248,10 +250,11 @@ def main() -> None:
     parser.add_argument("--log", type=Path, required=True, help="where the head of the worker's output goes")
     parser.add_argument("--scratch", type=Path, required=True, help="the worker's folder, removed at its end")
     parser.add_argument("--memory", type=int, required=True, help="bytes that the worker may hold on the host")
+    parser.add_argument("--device", default="cpu", help="where the worker computes")
     args = parser.parse_args()
     os.set_inheritable(args.control, False)
     with socket.socket(fileno=args.control) as control:
-        warden = Warden(control, args.log, args.scratch, args.memory)
+        warden = Warden(control, args.log, args.scratch, args.memory, args.device)
         args.scratch.mkdir(parents=True, exist_ok=True)
         os.chdir(args.scratch)
         warden.start([sys.executable, "-P", "-m", "tideforge.engine.worker", "--fd", str(args.worker)])

@@ -34,7 +34,7 @@ class Workers:
 @pytest.fixture
 def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workers:
     bench = object.__new__(Bench)
-    made = Workers(bench, SimpleNamespace(alive=True), [])
+    made = Workers(bench, SimpleNamespace(alive=True, pid=8, ward=SimpleNamespace(census=lambda: None)), [])
     bench.config = SimpleNamespace(night=tmp_path)  # type: ignore[assignment]
     bench.settings = None  # type: ignore[assignment]
     bench.incumbent_worker = SimpleNamespace(alive=True, pid=7)  # type: ignore[assignment]
@@ -82,6 +82,7 @@ def test_a_candidate_that_fails_after_the_incumbent_died_is_blamed(workers: Work
 def test_a_trial_whose_incumbent_cannot_be_measured_says_so(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     bench: Any = workers.bench
     bench.lab = SimpleNamespace(stage=lambda *_: 0.0, release=lambda worker: None, spare=lambda arena: "spare")
+    bench.lab.weights_intact, bench.lab.forget_kernels = lambda: True, lambda forward: None
     bench.layers = range(1)
     bench.config.allow_imports, bench.config.trial_s = (), 1.0
     bench.arenas = {"candidate": SimpleNamespace(fill=lambda byte: None)}

@@ -37,6 +37,7 @@ class SocketEngine:
         self.listener.listen()
         self.listener.settimeout(0.1)
         self.closing = threading.Event()
+        self.pause_s = 0.0  # before a submission is taken
         self.thread = threading.Thread(target=self.serve)
         self.thread.start()
 
@@ -57,6 +58,7 @@ class SocketEngine:
         from tideforge.engine.forward import Forward
 
         if ask["type"] == "submit":
+            time.sleep(self.pause_s)
             return {"id": self.engine.submit(Forward(ask["files"]), ask["tier"], ask["submitter"])}
         if ask["type"] == "trials":
             return {"trials": [trial.to_json() for trial in self.engine.trials()]}
@@ -90,6 +92,7 @@ def start(spec: AgentSpec, engine: SocketEngine, tmp_path: Path, seconds: float,
 
 
 def test_an_offline_agent_searches_until_its_deadline(engine: SocketEngine, tmp_path: Path) -> None:
+    engine.pause_s = 2  # so that it does not run out of what to try
     report = start(AgentSpec(name="o", seed=3), engine, tmp_path, 15)
     assert (report.reason, report.exit_code, report.kind) == ("deadline", 0, "offline")
     trials = engine.engine.trials()
