@@ -20,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RECORDS, README = ROOT / "docs" / "records", ROOT / "README.md"
-BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
+BLOCKS = ("figures", "gpu")  # README has <!-- NAME --> and <!-- /NAME --> around what is written here
 
 
 def add(name: str, report: Path) -> None:
@@ -48,7 +48,7 @@ def table() -> str:
         ("gain of the source alone, held-out requests", f"{f['best_ratio']:.2f} times [{f['ci_low']:.2f}, {f['ci_high']:.2f}], "
          f"{f['held_out_pairs']} pairs; 16 users, 48 tokens out"),
         ("output tokens/s, incumbent and winner", f"{f['incumbent_tps']:.1f} and {f['finalist_tps']:.1f}"),
-        ("the same over HTTP on the live server, flipped A B B A", f"{f['http_tps_before']:.1f} and {f['http_tps_after']:.1f}; "
+        ("over HTTP on the live server, flipped A B B A", f"{f['http_tps_before']:.1f} and {f['http_tps_after']:.1f}; "
          f"{f['failed_requests']} failed requests"),
         ("candidates in the search", f"{f['candidates']} in {f['search_s']:.0f} s ({outcomes})"),
         ("service starts, weight loads", f"{f['service_starts']}, {f['weight_loads']}"),
@@ -72,9 +72,34 @@ def _beside(f: dict[str, Any]) -> str:
     )
 
 
+def gpu_table() -> str:
+    """Decoding on a GPU beside vLLM, as Markdown."""
+    raw = json.loads((RECORDS / "decode_h200.json").read_text())
+    record, ours, theirs = raw["record"], raw["tideforge"], raw["vllm_full_decode"]
+    rows = [
+        (
+            f"{users} user{'s' if users > 1 else ''}, {theirs[key]['prompt']} + {theirs[key]['output']} tokens",
+            f"{ours[key]['engine_tps']:,.0f}", f"{theirs[key]['output_tps']:,.0f}",
+            f"{ours[key]['engine_decode_tps']:,.0f}", f"{theirs[key]['decode_tps']:,.0f}", f"{ours[key]['bare_tps']:,.0f}",
+        )
+        for users, key in ((1, "users_1"), (64, "users_64"))
+    ]  # fmt: skip
+    names = ("", "output tokens/s", "vLLM", "decoding", "vLLM", "bare replays of its graph")
+    head = (
+        f"Llama-3.2-1B's shape, bf16, random weights, on one {record['gpu']}, {record['time']}, commit {record['commit']}, beside vLLM "
+        f"{theirs['version']} without torch.compile ({theirs['cudagraph_mode']}), one after the other on one machine "
+        "(`make bench-engine PART=decode`, `engine/bench/vllm_baseline.py`; raw: `docs/records/decode_h200.json`):"
+    )
+    lines = ["| " + " | ".join(row) + " |" for row in (names, ("---",) * len(names), *rows)]
+    return "\n".join([head, "", *lines])
+
+
 def rendered(text: str) -> str:
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
+    for name, made in zip(BLOCKS, (table(), gpu_table()), strict=True):
+        begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n{made}\n{end}{rest.split(end)[1]}"
+    return text
 
 
 def main() -> None:
