@@ -24,6 +24,7 @@ from tideforge.engine.config import Settings
 from tideforge.engine.core import EngineCore
 from tideforge.engine.events import log_event
 from tideforge.engine.executor import RemoteExecutor
+from tideforge.engine.fast import FastTier
 from tideforge.engine.forward import KNOBS, Forward
 from tideforge.engine.lab import Lab
 from tideforge.engine.memory import ITEM_BYTES, Arena
@@ -33,6 +34,8 @@ from tideforge.engine.screen import screen
 from tideforge.engine.ward import Census
 from tideforge.errors import CandidateError, IncumbentLost, ProtocolError
 
+FAST = "fast"
+TIERS = ("slow", FAST)
 WARM_REQUESTS = 4
 TRIAL_STEPS = 32  # decodes that are timed as one: some 50 ms on a GPU
 MOST_CAPTURED = 2048  # tokens of a prefill; beyond it the device is busy longer than the host needs to launch
@@ -140,6 +143,7 @@ class Bench:
         self._tune()
         self.spares: list[RemoteExecutor] = []
         self._refill()
+        self._fast: FastTier | None = None
         self.noise: tuple[float, ...] = ()
         self.noise = self._measure_noise()
 
@@ -153,10 +157,10 @@ class Bench:
         side = measure.Side.of(self.incumbent.id, new_core(self.settings), worker)
         begin = time.perf_counter()
         if self.settings.capture_rows:
-            measure.run_block(side.core, side.forward, *self._replay(), self.workload.users)  # kernels are compiled now
+            measure.run_block(side.core, side.forward, *self.replay(), self.workload.users)  # kernels are compiled now
             self.lab.trust(self.incumbent)
             self.lab.capture(worker)
-        block = measure.run_block(side.core, side.forward, *self._replay(), self.workload.users)
+        block = measure.run_block(side.core, side.forward, *self.replay(), self.workload.users)
         check.require_right(self.reference, block.answers[:CHECKED_ANSWERS], self.layers, self.bounds.logit_gap)
         longest = max(
             b - a for answer in block.answers for a, b in zip((0.0, *answer.times_s), answer.times_s, strict=False)
@@ -166,7 +170,7 @@ class Bench:
         log_event(self.config.night, "incumbent_ready", forward=self.incumbent.id, seconds=time.perf_counter() - begin)
         return worker
 
-    def _replay(self) -> tuple[list[RequestShape], list[tuple[int, ...]]]:
+    def replay(self) -> tuple[list[RequestShape], list[tuple[int, ...]]]:
         """Fresh requests of the search part, revealed now."""
         return measure.draw_replay(self.workload.search, self.workload.users, self.corpus, secrets.randbits(64))
 
@@ -206,7 +210,7 @@ class Bench:
         seconds: dict[int, list[float]] = {index: [] for index in range(len(options))}
         with self.lab.clock():
             for _ in range(2):
-                shapes, prompts = self._replay()
+                shapes, prompts = self.replay()
                 for index, knobs in enumerate(options):
                     side = measure.Side.of(
                         self.incumbent.id, new_core(self.config.settings.with_knobs(knobs)), self.incumbent_worker
@@ -238,6 +242,8 @@ class Bench:
         spent = Spent()
         worker: RemoteExecutor | None = None
         try:
+            if trial.tier not in TIERS:
+                raise CandidateError("refused", f"there is no tier {trial.tier!r}; take one of {', '.join(TIERS)}")
             screen(forward, self.config.allow_imports)
             self._require_frozen_knobs(forward)
             spent.begin = time.perf_counter()
@@ -245,10 +251,13 @@ class Bench:
             log_event(self.config.night, "trial_worker", trial=trial.id, worker=worker.pid)
             self._refill()  # beside the staging, so that the next trial need not wait for it
             before = worker.ward.census()
-            begin = time.perf_counter()
-            self.lab.stage(worker, forward, self.layers, self._stage_timeout_s())
-            spent.stage_s = time.perf_counter() - begin
-            figures = self._measure(worker, forward, spent)
+            if trial.tier == FAST:
+                figures = self._fast_tier().evaluate(worker, forward, spent)
+            else:
+                begin = time.perf_counter()
+                self.lab.stage(worker, forward, self.layers, self.stage_timeout_s())
+                spent.stage_s = time.perf_counter() - begin
+                figures = self._measure(worker, forward, spent)
             self._require_good_conduct(worker, before)
             done = dataclasses.replace(trial, outcome=Outcome.PASSED, figures=figures)
         except CandidateError as error:
@@ -270,7 +279,16 @@ class Bench:
             clock_s=spent.clock_s,            finished_at=time.time(), environment=environment(),
         )  # fmt: skip
 
-    def _stage_timeout_s(self) -> float:
+    def _fast_tier(self) -> FastTier:
+        """Started by the first trial that asks for it."""
+        if self._fast is None:
+            self._fast = FastTier(self)
+        return self._fast
+
+    def new_core(self) -> EngineCore:
+        return new_core(self.settings)
+
+    def stage_timeout_s(self) -> float:
         """Imports and builds may compile, so they get more time than a step."""
         return min(MAX_STAGE_S, self.config.trial_s)
 
@@ -311,7 +329,7 @@ class Bench:
 
     def _measure(self, worker: RemoteExecutor, forward: Forward, spent: Spent) -> Figures:
         # On a GPU the first steps compile: they share the allowance of the staging.
-        worker.step_timeout_s = self.step_timeout_s if self.settings.device == "cpu" else self._stage_timeout_s()
+        worker.step_timeout_s = self.step_timeout_s if self.settings.device == "cpu" else self.stage_timeout_s()
         candidate = measure.Side.of(forward.id, new_core(self.settings), worker)
         begin = time.perf_counter()
         self._check_eagerly(candidate, self.arenas["candidate"])
@@ -333,7 +351,7 @@ class Bench:
 
     def _check_eagerly(self, candidate: measure.Side, arena: Arena) -> None:
         """A few fresh requests before any clock runs: logits finite, every emitted token right. Warms the worker up too."""
-        drawn, prompts = self._replay()
+        drawn, prompts = self.replay()
         shapes = [dataclasses.replace(shape, output_tokens=3) for shape in drawn[:WARM_REQUESTS]]
         try:
             block = measure.run_block(candidate.core, candidate.forward, shapes, prompts[:WARM_REQUESTS], WARM_REQUESTS)
@@ -372,7 +390,7 @@ class Bench:
         blocks, pairs = [], []
         deadline = time.monotonic() + self.config.trial_s
         for _ in range(self.config.passes):
-            a, b, steps = measure.lockstep(self._incumbent_side(), candidate, *self._replay())
+            a, b, steps = measure.lockstep(self._incumbent_side(), candidate, *self.replay())
             blocks.append((a, b))
             pairs += steps
             found = measure.ratio_of_steps(pairs)

@@ -98,6 +98,11 @@ class RemoteExecutor:
         }  # fmt: skip
         return seconds(self._ask(header, {}, timeout_s))
 
+    def select(self, depth: int) -> None:
+        """From now on steps and captures are of the forward as staged with so many layers. Nothing answers this."""
+        with contextlib.suppress(PeerGone):  # its death is seen where its answer is awaited
+            protocol.send(self.sock, {"type": "select", "depth": depth})
+
     def capture(self, shapes: Sequence[tuple[bool, int, int, int]], timeout_s: float) -> float:
         """Captures a graph for each shape (runner.GraphShape); seconds that the worker took."""
         header: dict[str, object] = {"type": "capture", "shapes": [list(shape) for shape in shapes]}

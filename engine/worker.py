@@ -102,11 +102,12 @@ class Worker:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.runner: Runner | None = None
+        self.depths: dict[int, Runner] = {}  # by number of layers; the one staged or selected last runs the steps
 
     def run(self) -> None:
         handlers = {
             "attach": self.attach, "stage": self.stage, "capture": self.capture,
-            "step": self.step, "halt": self.halt,
+            "step": self.step, "halt": self.halt, "select": self.select,
         }  # fmt: skip
         while True:
             try:
@@ -166,6 +167,7 @@ class Worker:
         ctx = self._context(range(*message.header["layers"]), tuple(message.header["capture_rows"]))
         forward = load_forward(Path(message.header["folder"]), ctx)
         self.runner = Runner(forward, self.logits, self.layout.block_size)
+        self.depths[len(ctx.layer_range)] = self.runner
         protocol.send(self.sock, {"type": "staged", "seconds": time.perf_counter() - begin})
 
     def _context(self, layers: range, capture_sizes: tuple[int, ...]) -> contract.Context:
@@ -179,6 +181,9 @@ class Worker:
             limits=self.limits,
             capture_sizes=capture_sizes,
         )
+
+    def select(self, message: protocol.Message) -> None:
+        self.runner = self.depths[message.header["depth"]]
 
     def capture(self, message: protocol.Message) -> None:
         assert self.runner is not None

@@ -91,7 +91,13 @@ def status(endpoint_file: Path, state: Path | None, as_json: bool) -> None:
 @engine.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @where
-@click.option("--tier", type=click.Choice(["slow"]), default="slow", show_default=True, help="all layers")
+@click.option(
+    "--tier",
+    type=click.Choice(["slow", "fast"]),
+    default="slow",
+    show_default=True,
+    help="all layers, or the difference of two small depths",
+)
 @click.option("--wait", "waits", is_flag=True, help="wait for the trial; exit code 1 unless it passed")
 @click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=0), default=600, show_default=True, help="seconds to wait"
