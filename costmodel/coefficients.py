@@ -7,6 +7,9 @@ import dataclasses
 # Relative uncertainty of a term by where it comes from: repeats of one measured layout differ by 2 to 16 %, kernels reach
 # 65 to 95 % of data sheet bandwidth, and guesses are off by up to a factor of two.
 UNCERTAINTY = {"measured": 0.05, "spec-sheet": 0.15, "guessed": 0.5}
+# Half of the predicted tokens/s of 1,942 measured layouts on GPUs lie within this of the measurement: docs/log.md, by evaluate.py.
+# The terms' own uncertainties say which layouts can be told apart; added up they would promise far more than this.
+TYPICAL_ERROR = 0.33
 TIE = 0.05  # gaps below this are within the noise of a measurement
 
 

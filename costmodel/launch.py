@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 import shlex
 
@@ -55,6 +56,23 @@ _WHOLE = {
     "--max-running-requests", "--max-batch-size", "--max-num-tokens", "--context-length", "--max-seq-len",
     "--chunked-prefill-size",
 }  # fmt: skip
+
+# What is read from a launch command besides layouts; see options.py.
+SEQS = ("--max-num-seqs", "--max-running-requests", "--max-batch-size")
+TOKENS = ("--max-num-batched-tokens", "--chunked-prefill-size", "--max-num-tokens")
+LENGTH = ("--max-model-len", "--context-length", "--max-seq-len")
+SHARE = ("--gpu-memory-utilization", "--mem-fraction-static", "--kv-cache-free-gpu-memory-fraction")
+READ_FLAGS = (
+    *SEQS,
+    *TOKENS,
+    *LENGTH,
+    *SHARE,
+    "--dtype",
+    "--quantization",
+    "--kv-cache-dtype",
+    "--block-size",
+    "--port",
+)
 
 
 def _key(name: str) -> str:
@@ -189,6 +207,37 @@ def _flags(engine: str, words: list[str]) -> tuple[list[Flag], list[str]]:
                 flag.name, "is no flag of tideforge serve", f"known: {', '.join(sorted(_TIDEFORGE_VALUES))}"
             )
     return flags, loose
+
+
+def not_understood(command: LaunchCommand) -> dict[str, str]:
+    """Flags that are read as nothing but look like one that this module reads, each with that one.
+
+    Other engines have hundreds of flags, so an unknown one is usually right, and kept: only near misses are here.
+    """
+    groups = _TP_DP[command.engine]
+    own = {_key(name): name for group in groups.values() for name in group}
+    others = _MODEL_FLAGS[command.engine] + READ_FLAGS + tuple(_BOOLEAN)
+    known = own | {_key(name): name for name in others}
+    found = {}
+    for name in (flag.name for flag in command.flags if _key(flag.name) not in known):
+        if near := _elsewhere(_key(name), groups) or _near(_key(name), known):
+            found[name] = near
+    return found
+
+
+def _elsewhere(key: str, groups: dict[str, tuple[str, ...]]) -> str:
+    """This engine's word for what another engine calls `key`."""
+    roles = [role for other in _TP_DP.values() for role, names in other.items() if key in map(_key, names)]
+    return next((groups[role][0] for role in roles if role in groups), "")
+
+
+def _near(key: str, known: dict[str, str]) -> str:
+    """A known flag that `key` misspells, or cuts short behind a whole word (`--tensor-parallel`)."""
+    if not key.startswith("--"):
+        return ""
+    close = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.9)
+    close += [name for name in sorted(known) if key.count("-") > 2 and name.startswith(f"{key}-")]
+    return known[close[0]] if close else ""
 
 
 def _is_flag(word: str) -> bool:

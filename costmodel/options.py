@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tideforge.costmodel.launch import LaunchCommand
+from tideforge.costmodel.launch import LENGTH, SEQS, SHARE, TOKENS, LaunchCommand
 from tideforge.costmodel.memory import Limits, Precision
 from tideforge.costmodel.shapes import ModelShape
 from tideforge.errors import UserError
@@ -14,10 +14,6 @@ DTYPES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "bf
 DEFAULT_SEQS = {"vllm": 1024, "sglang": 4096, "trtllm": 2048, "tideforge": 16}
 DEFAULT_TOKENS = {"vllm": 8192, "sglang": 8192, "trtllm": 8192, "tideforge": 512}
 DEFAULT_SHARE = {"vllm": 0.9, "sglang": 0.88, "trtllm": 0.9, "tideforge": 0.9}
-SEQS = ("--max-num-seqs", "--max-running-requests", "--max-batch-size")
-TOKENS = ("--max-num-batched-tokens", "--chunked-prefill-size", "--max-num-tokens")
-LENGTH = ("--max-model-len", "--context-length", "--max-seq-len")
-SHARE = ("--gpu-memory-utilization", "--mem-fraction-static", "--kv-cache-free-gpu-memory-fraction")
 
 
 def limits_of(command: LaunchCommand) -> Limits:
@@ -61,6 +57,16 @@ def precision_of(command: LaunchCommand, shape: ModelShape) -> Precision:
     if asked and shape.precision in ("bf16", "fp32"):
         return Precision(asked, asked, kv or asked)
     return Precision.of(shape, kv)
+
+
+def require_same_dtype(command: LaunchCommand, precision: str) -> None:
+    """UserError when this project's server is told one precision by the endpoint file and another by its command."""
+    dtype = command.get("--dtype") or "auto"
+    asked = {"float": "float32", "half": "float16"}.get(dtype, dtype)
+    if command.engine == "tideforge" and asked not in ("auto", precision):
+        raise UserError(
+            "launch: --dtype", f"is {dtype}, but the endpoint's precision is {precision}", "make the two agree"
+        )
 
 
 def _quantised(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from tideforge.costmodel.coefficients import UNCERTAINTY, Coefficients
+from tideforge.costmodel.coefficients import Coefficients
 from tideforge.costmodel.hardware import Hardware
 from tideforge.costmodel.layouts import Layout
 from tideforge.costmodel.memory import Precision, kv_shards
@@ -19,10 +19,6 @@ class Term:
     name: str
     seconds: float
     tag: str
-
-    @property
-    def uncertainty_s(self) -> float:
-        return self.seconds * UNCERTAINTY[self.tag]
 
     def times(self, factor: float, prefix: str = "") -> Term:
         return dataclasses.replace(self, name=prefix + self.name, seconds=self.seconds * factor)

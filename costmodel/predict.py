@@ -58,11 +58,6 @@ class Prediction:
     def request_s(self) -> float:
         return sum(term.seconds for term in self.terms)
 
-    @property
-    def uncertainty(self) -> float:
-        """Relative, terms taken as independent."""
-        return sum(term.uncertainty_s**2 for term in self.terms) ** 0.5 / self.request_s
-
 
 def predict(s: Setting, traffic: Traffic, limits: Limits) -> Prediction:
     """A closed load: every user asks again at once. Users beyond the KV slots wait and do not slow the others down.

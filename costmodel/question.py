@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tideforge.costmodel import hardware, launch, shapes
 from tideforge.costmodel.memory import Precision
-from tideforge.costmodel.options import DTYPES
+from tideforge.costmodel.options import DTYPES, require_same_dtype
 from tideforge.costmodel.predict import Traffic
 from tideforge.costmodel.rank import Question
 
@@ -24,6 +24,8 @@ def question(
     """`model`: config.json, its folder or a known name; None: what the launch command names. `dtype` is the endpoint's
     precision, which counts for this project's server where its command gives none. Raises UserError naming the thing."""
     command = launch.parse(launch_text)
+    if dtype is not None:
+        require_same_dtype(command, dtype)
     own = command.engine == "tideforge" and dtype is not None and command.get("--dtype") is None
     precision = Precision(DTYPES[dtype], DTYPES[dtype], DTYPES[dtype]) if own and dtype else None
     return Question(

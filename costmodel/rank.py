@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tideforge.costmodel import launch as launching
-from tideforge.costmodel.coefficients import TIE, UNCERTAINTY, Coefficients
+from tideforge.costmodel.coefficients import TIE, TYPICAL_ERROR, UNCERTAINTY, Coefficients
 from tideforge.costmodel.hardware import Hardware
 from tideforge.costmodel.launch import LaunchCommand
 from tideforge.costmodel.layouts import Layout, Refusal, enumerate_layouts, refusal
@@ -222,6 +222,8 @@ def to_dict(ranking: Ranking) -> dict[str, Any]:
         "traffic": dataclasses.asdict(q.traffic),
         "precision": dataclasses.asdict(ranking.precision),
         "limits": dataclasses.asdict(ranking.limits),
+        "typical_error": TYPICAL_ERROR,
+        "not_understood": launching.not_understood(q.command),
         "notes": list(ranking.notes),
         "ranked": [_entry(position, entry) for position, entry in enumerate(ranking.ranked, start=1)],
         "rejected": [
@@ -247,7 +249,6 @@ def _entry(position: int, entry: Ranked) -> dict[str, Any]:
         "tpot_ms": p.tpot_ms,
         "queue_ms": p.queue_ms,
         "kv_slots": p.slots,
-        "uncertainty": p.uncertainty,
         "memory_bytes": {**dataclasses.asdict(p.memory), "kv_bytes": p.memory.kv_bytes},
         "binding": p.binding.name,
         "terms": [dataclasses.asdict(term) for term in p.terms],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
 from typing import Any
@@ -59,15 +60,62 @@ def cli() -> None:
 
 
 def main(argv: list[str] | None = None) -> Any:
-    """Runs the command line; a UserError becomes one line on standard error and exit code 2."""
+    """Runs the command line and exits; an error becomes one line on standard error. Code 2: the user can mend it."""
     try:
-        return cli.main(args=argv, prog_name="tideforge")
-    except UserError as error:
-        click.echo(f"tideforge: {error}", err=True)
+        code = cli.main(args=argv, prog_name="tideforge", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.UsageError as error:
+        _say(misused(error))
         sys.exit(2)
-    except TideforgeError as error:
-        click.echo(f"tideforge: {error}", err=True)
+    except click.Abort:
+        _say("stopped")
         sys.exit(1)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _say(unusable(error))
+        sys.exit(2)
+    except (click.ClickException, TideforgeError) as error:
+        _say(error.format_message() if isinstance(error, click.ClickException) else error)
+        sys.exit(2 if isinstance(error, UserError) else 1)
+
+
+def _say(error: object) -> None:
+    click.echo(f"tideforge: {error}", err=True)
+
+
+def misused(error: click.UsageError) -> UserError:
+    """Click's own complaint about an option or argument, in this project's form."""
+    path = error.ctx.command_path if error.ctx else "tideforge"
+    thing, problem = path, error.format_message()
+    if isinstance(error, click.BadParameter) and error.param is not None:
+        thing = error.param.get_error_hint(error.ctx).replace("'", "")  # type: ignore[arg-type]
+        problem = "is missing" if isinstance(error, click.MissingParameter) else error.message
+    elif isinstance(error, click.NoSuchOption):
+        near = f" (did you mean {', '.join(error.possibilities)}?)" if error.possibilities else ""
+        thing, problem = error.option_name, f"no such option{near}"
+    return UserError(thing, " ".join(problem.split()).rstrip("."), f"see `{path} --help`")
+
+
+REMEDIES = {
+    errno.ENOTDIR: "a part of that path is a file: name a path below folders",
+    errno.ENOENT: "name a path that exists",
+    errno.EISDIR: "name a file, not a folder",
+    errno.EACCES: "change its permissions or name another path",
+    errno.EPERM: "change its permissions or name another path",
+    errno.EROFS: "name a path on a disk that can be written",
+    errno.ENOSPC: "free space there or name another path",
+    errno.ENAMETOOLONG: "name a shorter path",
+}
+
+
+def unusable(error: OSError) -> UserError:
+    """A path that the system refuses. Most come from the command line or from the endpoint file."""
+    problem = f"cannot be used ({(error.strerror or type(error).__name__).lower()})"
+    return UserError(str(error.filename), problem, REMEDIES.get(error.errno or 0, "name another path"))
 
 
 if __name__ == "__main__":

@@ -57,9 +57,8 @@ def prepare_release(run: Run, endpoint: Endpoint, wanted: bool = True) -> Manife
         "diff": changes,
     }
     extra = {"waits": True, "forward": release.forward, "nonce": release.nonce, "expires_at": release.expires_at}
-    manifest = run.finish("release", inputs, outputs, extra, started)
-    supersede_older(run, release)
-    return manifest
+    supersede_older(run, release)  # first: a run killed in between has no release yet and comes by here again
+    return run.finish("release", inputs, outputs, extra, started)
 
 
 def describe(run: Run, endpoint: Endpoint) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from tideforge.errors import UserError
+
+TRACKING = ("http", "https", "sqlite", "postgresql", "mysql", "mssql")  # schemes of MLflow's stores
 
 
 class Strict(BaseModel):
@@ -45,9 +48,9 @@ class Budget(Strict):
     )
     verify_s: float = Field(default=900, gt=0, description="most that gates and held-out pairs may take together")
     search_pairs: int = Field(default=2, ge=2)
-    held_out_pairs: int = Field(default=8, ge=2, description="planned")
+    held_out_pairs: int = Field(default=8, ge=2, description="planned; fewer than 8 are for trying things out")
     least_held_out_pairs: int = Field(
-        default=4, ge=2, description="fewest that a verdict may rest on when verify_s is over"
+        default=8, ge=2, description="fewest, of those planned, that a verdict may rest on when verify_s is over"
     )
     dollars: float = Field(default=5.0, ge=0, description="most that llm agents may spend a night")
     tokens: int = Field(default=2_000_000, ge=0)
@@ -100,6 +103,23 @@ class Endpoint(Strict):
     tracking_uri: str | None = Field(default=None, description="MLflow; sqlite in the state folder if absent")
     state: Path = Field(default=Path(".tideforge"), description="sockets, archive, logs, releases of this endpoint")
 
+    @field_validator("agents")
+    @classmethod
+    def _one_of_each_name(cls, agents: list[AgentSpec]) -> list[AgentSpec]:
+        names = [agent.name for agent in agents]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"{len(names)} agents, but several are named {', '.join(twice)}")
+        return agents
+
+    @field_validator("tracking_uri")
+    @classmethod
+    def _known_store(cls, uri: str | None) -> str | None:
+        scheme, colon, _ = (uri or "").partition("://")
+        if uri is not None and (not colon or scheme.partition("+")[0].lower() not in TRACKING):
+            said = f"{scheme}://" if colon else "no scheme"  # never the whole: it may hold a password
+            raise ValueError(f"has {said}; MLflow is reached by {', '.join(TRACKING)}")
+        return uri
+
     @classmethod
     def load(cls, path: Path) -> Endpoint:
         """Raises UserError naming the file and the first field at fault."""
@@ -118,4 +138,18 @@ class Endpoint(Strict):
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(str(part) for part in first["loc"]) or "endpoint"
-            raise UserError(f"{path}: {field}", first["msg"], f"mend the field {field}") from None
+            if first["type"] == "extra_forbidden":
+                known = ", ".join(_fields(first["loc"][:-1]))
+                raise UserError(f"{path}: {field}", "is no known field", f"known there: {known}") from None
+            problem = first["msg"].removeprefix("Value error, ")
+            raise UserError(f"{path}: {field}", problem, f"mend the field {field}") from None
+
+
+def _fields(parts: Iterable[int | str]) -> list[str]:
+    """The fields that the file may have at this place."""
+    model: type[BaseModel] = Endpoint
+    for part in parts:
+        if isinstance(part, str):  # a number is a place in a list
+            annotation: Any = model.model_fields[part].annotation
+            model = next(kind for kind in (annotation, *get_args(annotation)) if hasattr(kind, "model_fields"))
+    return list(model.model_fields)

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 from tideforge.costmodel import hardware, launch
+from tideforge.costmodel.launch import LaunchCommand
+from tideforge.costmodel.options import require_same_dtype
 from tideforge.data.logs import find_logs
 from tideforge.engine.config import Limits, ModelConfig, Settings
 from tideforge.errors import UserError
@@ -67,6 +69,7 @@ def check_endpoint(endpoint: Endpoint) -> None:
 def settings_for(endpoint: Endpoint) -> Settings:
     """Limits as the launch command states them under the names of this project's server; its defaults otherwise."""
     command = launch.parse(endpoint.launch)
+    require_own_server(command, endpoint)
     default = Limits()
 
     def number(flag: str, fallback: int) -> int:
@@ -95,6 +98,19 @@ def settings_for(endpoint: Endpoint) -> Settings:
         capture_tokens=() if device == "cpu" else tuple(1 << power for power in range(4, 12)),
         capture_contexts=() if device == "cpu" else graph_contexts(limits.max_model_len),
     )
+
+
+def require_own_server(command: LaunchCommand, endpoint: Endpoint) -> None:
+    """UserError when the launch command starts another server, or this one otherwise than the endpoint file says."""
+    if command.engine != "tideforge":
+        problem = f"names {command.engine}, which only `tideforge rank` knows"
+        raise UserError("launch", problem, "begin it with 'tideforge serve': no other server takes a night's forward")
+    require_same_dtype(command, endpoint.precision)
+    model = command.get("--model")
+    if model and Path(model).resolve() != endpoint.model.resolve():
+        raise UserError(
+            "launch: --model", f"is {model}, but the endpoint's model is {endpoint.model}", "make the two agree"
+        )
 
 
 def noise_trials(endpoint: Endpoint) -> int:

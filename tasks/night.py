@@ -85,7 +85,7 @@ def check_prefect(api_url: str) -> None:
 
 
 def check_mlflow(uri: str) -> None:
-    """Raises UserError when a tracking server that the endpoint names does not answer. Files and sqlite always do."""
+    """Raises UserError when a tracking server that the endpoint names does not answer. Of databases nothing is asked."""
     import httpx
 
     if not uri.startswith(("http://", "https://")):

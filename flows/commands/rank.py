@@ -76,6 +76,7 @@ def rank(
     tideforge rank --launch 'vllm serve Qwen/Qwen3-235B-A22B -tp 8' --hardware h200-sxm --gpus 8
     tideforge rank --launch 'vllm serve m' --config m/config.json --hardware b200 --gpus 16 --nodes 2 --log 'logs/*.parquet'
     """
+    from tideforge.costmodel import launch
     from tideforge.costmodel import rank as ranking
     from tideforge.costmodel.question import question
 
@@ -93,10 +94,15 @@ def rank(
         limits = (ttft_limit_ms, tpot_limit_ms)
         asked = question(command, model, hardware_name, gpus, nodes, traffic, maximize, *limits)
     answer = ranking.rank(asked)
+    unread = launch.not_understood(asked.command)
+    for name, near in unread.items():
+        click.echo(f"tideforge: unknown flag {name}, did you mean {near}?", err=True)
     if as_json:
         click.echo(json.dumps(ranking.to_dict(answer)))
     else:
         _show(answer, top)
+        if unread:
+            click.echo(f"not understood in the launch command, and kept as they are: {', '.join(unread)}")
 
 
 def _given(prompt_tokens: float, output_tokens: float, users: float) -> Traffic:
@@ -149,7 +155,9 @@ def _table(console: Console, answer: Ranking, top: int) -> None:
     """The first layouts and, wherever it stands, the one that runs now. `=`: tied with the first, `!`: breaks a limit."""
     from rich.table import Table
 
-    names = ("", "layout", "tok/s", "per GPU", "per user", "TTFT ms", "TPOT ms", "fit", "GiB", "+-", "binding term")
+    from tideforge.costmodel.coefficients import TYPICAL_ERROR
+
+    names = ("", "layout", "tok/s", "per GPU", "per user", "TTFT ms", "TPOT ms", "fit", "GiB", "binding term")
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in names:
         table.add_column(name, no_wrap=True, justify="left" if name in ("layout", "binding term") else "right")
@@ -157,8 +165,12 @@ def _table(console: Console, answer: Ranking, top: int) -> None:
         if position <= top or entry.current:
             table.add_row(*_row(position, entry))
     console.print(table)
+    shown = min(top, len(answer.ranked))
     console.print(
-        "fit: users whose KV cache fits; GiB: of one GPU before the KV cache; = tied with the first", style="dim"
+        f"the first {shown} of {len(answer.ranked)} legal layouts; half of all predicted tok/s are off by more than "
+        f"{TYPICAL_ERROR:.0%} (measured on GPUs, docs/log.md)\n"
+        "fit: users whose KV cache fits; GiB: of one GPU before the KV cache; = tied with the first",
+        style="dim",
     )
 
 
@@ -170,7 +182,7 @@ def _row(position: int, entry: Ranked) -> list[str]:
     figures = (p.output_tokens_per_s, p.output_tokens_per_s_per_gpu, p.tokens_per_s_per_user, p.ttft_ms, p.tpot_ms)
     shown = [f"{value:,.0f}" if value >= 100 else f"{value:.1f}" for value in figures]
     name = str(entry.layout) + (" (now)" if entry.current else "") + (" !" if entry.broken else "")
-    return [place, name, *shown, f"{p.slots:,.0f}", f"{memory:.1f}", f"{p.uncertainty:.0%}", binding]
+    return [place, name, *shown, f"{p.slots:,.0f}", f"{memory:.1f}", binding]
 
 
 def _commands(entries: tuple[Ranked, ...]) -> None:

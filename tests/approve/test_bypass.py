@@ -15,7 +15,7 @@ import pytest
 from tideforge.engine import release as rel
 from tideforge.engine.release import Decision, Release
 from tideforge.errors import Refused
-from tideforge.tasks.approve import decide, read_release
+from tideforge.tasks.approve import decide, prepare_release, read_release
 from tideforge.tasks.ship import releases, ship
 from tideforge.tasks.store import Run
 
@@ -291,3 +291,23 @@ def test_an_expired_release_is_not_even_recorded(place: Any, monkeypatch: pytest
     monkeypatch.setattr("tideforge.tasks.approve.time.time", lambda: release.expires_at + 1.0)
     with pytest.raises(Refused, match="expired"):
         decide(run, place.endpoint, True, place.code(release))
+
+
+def test_a_night_killed_before_its_release_is_written_leaves_no_older_one_to_approve(
+    place: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older, newer = approved(place, place.waiting("night-1")), place.night("night-2")
+    finish = Run.finish
+
+    def killed(self: Run, node: str, *rest: Any) -> Any:
+        if node == "release":
+            raise KeyboardInterrupt
+        return finish(self, node, *rest)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Run, "finish", killed)
+        prepare_release(newer, place.endpoint)
+    assert newer.manifest("release") is None
+    refused_ship(place, older, "superseded: the newer night night-2")
+    manifest = prepare_release(newer, place.endpoint)
+    assert manifest.extra["waits"] and not (newer.folder / "superseded.json").exists()

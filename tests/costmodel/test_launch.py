@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tideforge.costmodel.launch import Flag, LaunchCommand, layout_of, parse, with_layout
+from tideforge.costmodel.launch import Flag, LaunchCommand, layout_of, not_understood, parse, with_layout
 from tideforge.costmodel.layouts import Layout
 from tideforge.costmodel.memory import Precision
 from tideforge.costmodel.options import limits_of, precision_of
@@ -131,3 +131,19 @@ def test_this_projects_own_defaults_are_its_servers() -> None:
         limits.max_num_seqs,
         limits.max_num_batched_tokens,
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [
+        ("vllm serve m --max-num-batched-token 8", {"--max-num-batched-token": "--max-num-batched-tokens"}),
+        ("vllm serve m --tensor-parallel 8", {"--tensor-parallel": "--tensor-parallel-size"}),
+        ("vllm serve m --tp-size 8", {"--tp-size": "--tensor-parallel-size"}),
+        ("vllm serve m --gpu-memory-utilisation=0.9", {"--gpu-memory-utilisation": "--gpu-memory-utilization"}),
+        ("trtllm-serve m --tp_sizes 8", {"--tp_sizes": "--tp_size"}),
+        ("vllm serve m --tensor_parallel_size 8 -tp 8 --data-parallel-size-local 1 --seed 3 --max-cudagraph-capture-size 8", {}),
+        ("python -m sglang.launch_server --model-path m --tensor-parallel-size 8 --tp 8 --enable-dp-lm-head --port 1", {}),
+    ],
+)  # fmt: skip
+def test_near_misses_of_flags_are_told_from_flags_of_no_concern(text: str, near: dict[str, str]):
+    assert not_understood(parse(text)) == near

@@ -44,6 +44,28 @@ def test_table_shows_layouts_commands_ties_and_refusals():
         assert part in shown
 
 
+def test_the_table_says_how_much_of_how_many_and_how_good():
+    shown = CliRunner().invoke(command, [*MOE, "--top", "3"], catch_exceptions=False).output
+    found = json.loads(CliRunner().invoke(command, [*MOE, "--json"], catch_exceptions=False).output)
+    assert f"the first 3 of {len(found['ranked'])} legal layouts" in shown and len(found["ranked"]) > 3
+    assert "off by more than 33%" in shown and found["typical_error"] == 0.33 and "+-" not in shown
+
+
+def test_a_misspelt_flag_is_pointed_out_and_kept(capsys: pytest.CaptureFixture[str]):
+    launch = "vllm serve Qwen/Qwen3-235B-A22B --tensor-paralel-size 8 --seed 3"
+    words = ["rank", "--launch", launch, "--hardware", "h200-sxm", "--gpus", "8"]
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    out, err = capsys.readouterr()
+    assert ended.value.code == 0
+    assert err == "tideforge: unknown flag --tensor-paralel-size, did you mean --tensor-parallel-size?\n"
+    assert "kept as they are: --tensor-paralel-size\n" in out
+    with pytest.raises(SystemExit):
+        main([*words, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["not_understood"] == {"--tensor-paralel-size": "--tensor-parallel-size"}
+
+
 def test_json_from_a_log_without_torch():
     """In a process of its own, where an import of a heavy package would be seen."""
     arguments = ["rank", *MOE, "--log", LOG, "--json"]

@@ -33,6 +33,7 @@ def tiny_endpoint(tmp_path: Path) -> Path:
         "hardware": {"name": "cpu"},
         "traffic": {"logs": ["sample:azure_conv_2023"]},
         "workload": {"users": 8, "prompt_tokens": [8, 16], "output_tokens": 8, "search_output_tokens": 4},
+        # 4 pairs make the test short, and no more are asked for than are planned; a real release wants 8
         "budget": {"search_s": 20, "trial_s": 10, "verify_s": 120, "search_pairs": 2, "held_out_pairs": 4},
         "agents": [{"name": "offline-1", "seed": 1}, {"name": "offline-2", "seed": 2}],
         "state": str(tmp_path / "s"),

@@ -18,7 +18,9 @@ import yaml
 
 from tideforge.data.logs import sample_path
 from tideforge.flows.cli import main
-from tideforge.tasks.endpoint import Endpoint
+from tideforge.tasks.endpoint import TRACKING, Endpoint
+from tideforge.tasks.machine import settings_for
+from tideforge.tasks.verify.node import Plan
 
 SAMPLE = "sample:azure_conv_2023"
 
@@ -144,7 +146,33 @@ def not_yaml(write: Callable[..., Path]) -> Path:
 ENDPOINTS: dict[str, tuple[Callable[[Callable[..., Path]], Path], str]] = {
     "missing file": (absent, "e.yaml: does not exist"),
     "not YAML": (not_yaml, "e.yaml: cannot be read"),
-    "unknown field": (field(speed="high"), "e.yaml: speed: Extra inputs are not permitted; mend the field speed"),
+    "unknown field": (field(speed="high"), "e.yaml: speed: is no known field; known there: name, model, "),
+    "unknown field of a part": (
+        field(budget={"serch_s": 3}),
+        "e.yaml: budget.serch_s: is no known field; known there: search_s, trial_s, ",
+    ),
+    "unknown field in a list": (
+        field(agents=[{"kid": "llm"}]),
+        "e.yaml: agents.0.kid: is no known field; known there: kind, name, ",
+    ),
+    "two agents of one name": (
+        field(agents=[{"name": "a"}, {"name": "b"}, {"name": "a"}]),
+        "agents: 3 agents, but several are named a",
+    ),
+    "unknown tracking scheme": (
+        field(tracking_uri="bogus://u:word@x"),
+        "tracking_uri: has bogus://; MLflow is reached by http, ",
+    ),
+    "tracking without a scheme": (field(tracking_uri="mlruns"), "tracking_uri: has no scheme"),
+    "another precision": (
+        field(launch="tideforge serve --model m --dtype float32", precision="bfloat16"),
+        "launch: --dtype: is float32, but the endpoint's precision is bfloat16",
+    ),
+    "another model": (
+        field(launch="tideforge serve --model other"),
+        "launch: --model: is other, but the endpoint's model is ",
+    ),
+    "another engine": (field(launch="vllm serve m"), "launch: names vllm, which only `tideforge rank` knows"),
     "wrong type": (field(budget={"search_s": "long"}), "budget.search_s"),
     "unknown hardware": (field(hardware={"name": "h20o-sxm"}), "h20o-sxm"),
     "open quote": (field(launch="tideforge serve --model 'm"), "cannot be split"),
@@ -170,6 +198,110 @@ def test_a_bad_endpoint_file_starts_nothing(
     local = ["--local"] if command == "recompile" else []
     assert named in refused(capsys, command, "--endpoint", str(file), *local)
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"launch": "vllm serve m"},
+        {"precision": "float16", "launch": "tideforge serve --model m --dtype float32"},
+        {"tracking_uri": "bogus://x"},
+    ],
+)
+def test_the_server_refuses_an_endpoint_that_contradicts_itself(
+    changed: dict[str, str], endpoint_file: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert "e.yaml: tracking_uri" in (
+        error := refused(capsys, "serve", "--endpoint", str(endpoint_file(**changed)))
+    ) or ("launch" in error)
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("uri", [f"{scheme}://x" for scheme in (*TRACKING, "postgresql+psycopg2", "mysql+pymysql")])
+def test_what_mlflow_takes_is_taken(uri: str, endpoint_file: Callable[..., Path]) -> None:
+    assert Endpoint.load(endpoint_file(tracking_uri=uri)).tracking_uri == uri
+
+
+@pytest.mark.parametrize("dtype", ["float16", "half", "auto"])
+def test_words_for_one_precision_agree(dtype: str, endpoint_file: Callable[..., Path], model: Path) -> None:
+    file = endpoint_file(precision="float16", launch=f"tideforge serve --model {model} --dtype {dtype}")
+    assert settings_for(Endpoint.load(file)).dtype == "float16"
+
+
+def test_a_verdict_rests_on_8_pairs_unless_the_file_plans_fewer(endpoint_file: Callable[..., Path]) -> None:
+    assert Plan.of(Endpoint.load(endpoint_file()).budget).least == 8
+    assert Plan.of(Endpoint.load(endpoint_file(budget={"held_out_pairs": 16})).budget).least == 8
+    assert Plan.of(Endpoint.load(endpoint_file(budget={"held_out_pairs": 4})).budget).least == 4
+
+
+# --- paths and words of the command line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["ingest", SAMPLE, "--out", "{file}/sub"],
+        ["recompile", "--local", "--no-ship", "--endpoint", "{below}"],
+        ["watch", "--local", "--endpoint", "{below}"],
+        ["serve", "--endpoint", "{below}"],
+        ["up", "--endpoint", "{below}"],
+        ["down", "--state", "{file}/sub"],
+    ],
+    ids=" ".join,
+)
+def test_a_path_below_a_file_is_named(
+    words: list[str],
+    tmp_path: Path,
+    endpoint_file: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", {name: value for name, value in os.environ.items() if "PREFECT" not in name})
+    file = tmp_path / "file"
+    file.write_text("not a folder")
+    below = endpoint_file(state=str(file / "sub"))
+    there = files(tmp_path)
+    assert str(file) in refused(capsys, *[word.format(file=file, below=below) for word in words])
+    assert files(tmp_path) == there
+
+
+def test_an_error_without_a_path_stays_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no fault of the input, and hiding where it came from would help nobody."""
+
+    def lost(*_: Any, **__: Any) -> None:
+        raise ConnectionResetError(errno.ECONNRESET, "reset")
+
+    monkeypatch.setattr("tideforge.flows.cli.cli.main", lost)
+    with pytest.raises(ConnectionResetError):
+        main(["rank"])
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["rank", "--gpus", "0"], "tideforge: --gpus: 0 is not in the range x>=1; see `tideforge rank --help`\n"),
+        (["rank", "--maximize", "luck"], "tideforge: --maximize: 'luck' is not one of "),
+        (
+            ["rank", "--gpu", "2"],
+            "tideforge: --gpu: no such option (did you mean --gpus, ",
+        ),
+        (["reject", "run"], "tideforge: --why: is missing; see `tideforge reject --help`\n"),
+        (["serve"], "tideforge: --endpoint: is missing; see `tideforge serve --help`\n"),
+        (["rnk"], "tideforge: tideforge: No such command 'rnk'"),
+    ],
+)
+def test_clicks_own_complaints_have_the_same_form(
+    words: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused(capsys, *words).startswith(line)
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--version"], 0), (["rank", "--help"], 0), ([], 2)])
+def test_help_and_version_are_not_errors(words: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    out, err = capsys.readouterr()
+    assert stopped.value.code == code and ("Usage:" in out + err or "version" in out)
 
 
 def test_the_server_refuses_a_missing_model(

@@ -23,8 +23,9 @@ from tideforge.engine.model_config import model_for
 from tideforge.engine.reference import Reference
 from tideforge.tasks.endpoint import Budget
 from tideforge.tasks.facts import why_failed
-from tideforge.tasks.verify.gates import GATES
+from tideforge.tasks.verify.gates import DRAWS, GATES
 from tideforge.tasks.verify.node import Plan, Trialled, Verdict, examine, reason, run_gate
+from tideforge.tasks.verify.probe import Probe
 
 PLAIN = Forward.load(Path(__file__).parents[2] / "engine" / "models" / "llama")
 SOURCE = PLAIN.files["forward.py"]
@@ -197,3 +198,19 @@ def test_an_incumbents_death_is_not_the_candidates(
         assert len(verdict.pairs) == 3 and not verdict.unverified
     else:
         assert not verdict.passed and "the incumbent's worker died 4 times" in reason(verdict)
+
+
+def test_a_gate_that_preempted_nothing_has_not_passed(
+    bench: tuple[Settings, Workload], bounds: Bounds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, workload = bench
+    core, roomy = Probe.core, [True] * (DRAWS + 1)  # and one more, with which the second time begins
+
+    def with_room(self: Probe, recorder: Any, num_blocks: int | None = None, prefix_cache: bool = False) -> Any:
+        return core(self, recorder, None if roomy and roomy.pop() else num_blocks, prefix_cache)
+
+    monkeypatch.setattr(Probe, "core", with_room)
+    with contextlib.closing(Trialled(settings, settings.state, PLAIN, PLAIN, workload, bounds)) as trialled:
+        first, second = (run_gate("block_reuse", trialled.probe()) for _ in range(2))
+    assert not first.passed and first.evidence.startswith(f"nothing was preempted in {DRAWS} draws")
+    assert second.passed and second.figures["preemptions"] > 0 and not roomy, second.evidence
