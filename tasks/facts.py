@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tideforge.engine.outcome import Figures, Outcome, Trial
+from tideforge.tasks import evidence
 from tideforge.tasks.store import Manifest, Run
 
 NODES = ("run", "ingest", "profile", "workload", "rank", "search", "verify", "track", "release", "approval", "ship")
@@ -73,17 +74,21 @@ class Night:
 
     @property
     def score(self) -> Figures | None:
-        """Held-out figures of the finalist, from the verdict's pairs; None when it was not timed."""
+        """Held-out figures of the finalist, ratio and interval from the verdict's pairs; None when it was not timed."""
         raw = self.verdict
         if not raw or len(raw["pairs"]) < 2:
             return None
         incumbent, candidate = zip(*raw["pairs"], strict=True)
-        same = ("ratio", "ci_low", "ci_high", "ttft_ms", "tps_per_user_p50", "tps_per_user_p90")
+        found = evidence.held_out(raw["pairs"], evidence.noise_of(self.run, self.manifests["search"]))
+        users = ("ttft_ms", "tps_per_user_p50", "tps_per_user_p90")
         return Figures(
-            pairs=len(raw["pairs"]),
+            ratio=found.ratio,
+            ci_low=found.low,
+            ci_high=found.high,
+            pairs=found.pairs,
             candidate_tps=statistics.median(candidate),
             incumbent_tps=statistics.median(incumbent),
-            **{name: float(raw[name]) for name in same},
+            **{name: float(raw[name]) for name in users},
         )
 
     def _output(self, node: str, name: str) -> dict[str, Any] | None:

@@ -1,0 +1,192 @@
+"""A night's figures from its raw records: readings, trial files, signatures. No summary that a node left is believed.
+
+A record that is gone, or does not have the hash that its node wrote down, raises UserError: it must not become a figure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tideforge.data.files import sha256_file
+from tideforge.engine import measure
+from tideforge.engine.outcome import Trial
+from tideforge.engine.release import Approved, Decision, Release, read_approvers, verify
+from tideforge.engine.releases import release_files
+from tideforge.errors import MissingExtra, Refused, UserError
+from tideforge.tasks.store import Manifest, Run
+
+RESTORE = "restore it from a copy of the run folder"
+BEFORE = {"verify": "search", "release": "verify", "approval": "release"}  # a node and the one that it cannot do without
+
+
+def check_chain(run: Run, manifests: Mapping[str, Manifest]) -> None:
+    """A node that ran proves that the one before it did: its manifest cannot be missing."""
+    for node, earlier in BEFORE.items():
+        if node in manifests and earlier not in manifests:
+            raise UserError(str(run.folder / f"{earlier}.json"), f"is missing, but {node}.json is there", RESTORE)
+
+
+def output(run: Run, manifest: Manifest | None, name: str) -> Any:
+    """A node's output as JSON, its hash checked; None when the node did not run or did not make it."""
+    if manifest is None or name not in manifest.outputs:
+        return None
+    return run.read_json(manifest, name)
+
+
+def read_trials(run: Run, search: Manifest | None) -> tuple[Trial, ...]:
+    """From trials/*/result.json, or submission.json where there is no result yet. A closed search has hashed all of them."""
+    root = run.folder / "trials"
+    found = {folder.name: _trial(folder) for folder in sorted(root.iterdir())} if root.is_dir() else {}
+    if search is not None:
+        _same_trials(root, found, {raw["id"]: raw for raw in output(run, search, "trials") or []})
+    return tuple(found.values())
+
+
+def _trial(folder: Path) -> Trial:
+    path = next((p for p in (folder / "result.json", folder / "submission.json") if p.exists()), folder / "result.json")
+    try:
+        return Trial.read(path)
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(str(path), "is missing or is no trial that can be read", RESTORE) from None
+
+
+def _same_trials(root: Path, found: Mapping[str, Trial], listed: Mapping[str, Any]) -> None:
+    for name in sorted({*found, *listed}):
+        if name not in listed or name not in found or json.loads(found[name].to_json()) != listed[name]:
+            path = root / name / "result.json"
+            raise UserError(str(path), "is missing, was changed or was added after the search", RESTORE)
+
+
+def forwards(run: Run, search: Manifest | None) -> tuple[str | None, str | None]:
+    """(served, incumbent) as the engine wrote them down when it had tuned the knobs."""
+    if search is None:
+        return None, None
+    path = run.folder / "tuned.json"
+    raw = _json(path)
+    if search.extra.get("tuned_sha256", sha256_file(path)) != sha256_file(path):
+        raise UserError(str(path), "was changed after the search", RESTORE)
+    return str(raw["served"]), str(raw["incumbent"])
+
+
+def noise_of(run: Run, search: Manifest) -> tuple[float, ...]:
+    """Log ratios of the incumbent against itself. UserError when the search took other ones along to verification."""
+    path = run.folder / "noise.json"
+    found = tuple(float(value) for value in _json(path)["log_ratios"])
+    if list(found) != list(search.extra.get("noise", found)):
+        raise UserError(str(path), "differs from the noise that search.json names", RESTORE)
+    return found
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        raise UserError(str(path), "is missing or cannot be read", RESTORE) from None
+
+
+def held_out(pairs: Sequence[Sequence[float]], noise: Sequence[float]) -> measure.Interval:
+    """Ratio and interval of pairs of (incumbent, candidate) tokens/s, as verification computes them."""
+    return measure.with_noise_floor(measure.interval([b / a for a, b in pairs]), noise)
+
+
+def missing_gates(verdict: Mapping[str, Any]) -> list[str]:
+    from tideforge.tasks.verify.gates import GATES
+
+    return sorted(set(GATES) - {str(gate["name"]) for gate in verdict["gates"]})
+
+
+def beside_transformers(baseline: Mapping[str, Any] | None) -> dict[str, float | None]:
+    """From the ratio of each round and the tokens/s of each lane; all None where the comparison did not run."""
+    ratios, lanes = ((baseline or {}).get(name) for name in ("ratios", "lanes_tps"))
+    return {
+        "incumbent_vs_transformers": statistics.median(ratios) if ratios else None,
+        "incumbent_vs_transformers_low": min(ratios) if ratios else None,
+        "incumbent_vs_transformers_high": max(ratios) if ratios else None,
+        "linear_floor_ms": 1e3 / lanes["linear layers alone"] if lanes else None,
+        "incumbent_decode_ms": 1e3 / lanes["raw"] if lanes else None,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Approval:
+    """The decision on file. `signed` is None when no trusted approver's signature stands behind it."""
+
+    said: Mapping[str, Any]
+    signed: Approved | None
+
+    @property
+    def release(self) -> Release | None:
+        """What was approved; None for a rejection and without a signature."""
+        approves = self.signed is not None and self.signed.decision is Decision.APPROVE
+        return self.signed.release if self.signed is not None and approves else None
+
+
+def approval(run: Run, manifests: Mapping[str, Manifest]) -> Approval | None:
+    """Who decided, by the key and not by the form. A signed approval names the verdict that it was made for."""
+    said = output(run, manifests.get("approval"), "decision")
+    if said is None:
+        return None
+    record = output(run, manifests.get("release"), "record")
+    try:
+        signed = verify(record, said.get("code"), read_approvers(_state(run) / "approvers.json"))
+    except (Refused, MissingExtra):
+        return Approval(said, None)
+    if said.get("decision") != str(signed.decision):
+        return Approval(said, None)
+    verdict = manifests["verify"].outputs.get("verdict")
+    if verdict is None or signed.release.verdict_sha256 != verdict.sha256:
+        raise UserError(str(run.folder / "verify.json"), "does not name the verdict that was signed", RESTORE)
+    return Approval(said, signed)
+
+
+def shipped(run: Run, decided: Approval | None, live: Mapping[str, Any] | None) -> str | None:
+    """Id of the forward that went live: approved by signature, served by the server's own answer, kept among the releases."""
+    release = decided.release if decided else None
+    if live is None or release is None or _serves(live) != release.forward:
+        return None
+    folder = _state(run) / "releases"
+    for _, raw in release_files(folder):
+        if raw["record"] == release.to_record() and _holds(raw, run):
+            return release.forward
+    raise UserError(str(folder), f"holds no signed release of run {run.id}, which the server took", "restore that file")
+
+
+def _serves(live: Mapping[str, Any]) -> str | None:
+    """What the server said last that it serves."""
+    if "serves" in live:
+        return live["serves"] or None
+    taken = [flip["answer"]["forward"] for flip in live["flips"] if flip["answer"].get("status") == 200]
+    return str(taken[-1]) if taken else None
+
+
+def _holds(raw: Mapping[str, Any], run: Run) -> bool:
+    try:
+        return verify(raw["record"], raw.get("code"), read_approvers(_state(run) / "approvers.json")).decision is Decision.APPROVE
+    except Refused:
+        return False
+
+
+def http(live: Mapping[str, Any] | None) -> dict[str, float | int | None]:
+    """Tokens/s before and after, and failed requests, from the blocks and streams of the live server."""
+    blocks, flips = (live or {}).get("blocks", []), (live or {}).get("flips", [])
+    streams = [stream for flip in flips for stream in flip["streams"]]
+    failed = sum(block["failed"] for block in blocks) + sum(bool(stream["problem"]) for stream in streams)
+    return {
+        "http_tps_before": _tps(blocks, "incumbent"),
+        "http_tps_after": _tps(blocks, "forward"),
+        "failed_requests": failed + len((live or {}).get("wrong", [])) if blocks or streams else None,
+    }
+
+
+def _tps(blocks: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    of = [block for block in blocks if block["forward"] == name]
+    return sum(block["tokens"] for block in of) / sum(block["seconds"] for block in of) if of else None
+
+
+def _state(run: Run) -> Path:
+    return run.folder.parent.parent
