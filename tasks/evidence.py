@@ -21,7 +21,11 @@ from tideforge.errors import MissingExtra, Refused, UserError
 from tideforge.tasks.store import Manifest, Run
 
 RESTORE = "restore it from a copy of the run folder"
-BEFORE = {"verify": "search", "release": "verify", "approval": "release"}  # a node and the one that it cannot do without
+BEFORE = {
+    "verify": "search",
+    "release": "verify",
+    "approval": "release",
+}  # a node and the one that it cannot do without
 
 
 def check_chain(run: Run, manifests: Mapping[str, Manifest]) -> None:
@@ -166,7 +170,10 @@ def _serves(live: Mapping[str, Any]) -> str | None:
 
 def _holds(raw: Mapping[str, Any], run: Run) -> bool:
     try:
-        return verify(raw["record"], raw.get("code"), read_approvers(_state(run) / "approvers.json")).decision is Decision.APPROVE
+        return (
+            verify(raw["record"], raw.get("code"), read_approvers(_state(run) / "approvers.json")).decision
+            is Decision.APPROVE
+        )
     except Refused:
         return False
 

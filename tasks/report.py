@@ -7,8 +7,9 @@ failed_requests come from the live server's A B B A; approved_by and decision fr
 the signed release on file and the server's own answer. search_s and wall_s are the clock of the nodes' manifests.
 
 weight_loads counts the keeper's weights, which the server and every worker map: the load that this night found in
-memory and each since. Processes that keep weights of their own are not in it: the reference, which computes in another
-precision, and the comparison with transformers, which loads its own model. None: no event tells of that load.
+memory and each since. Processes that read weights of their own are not in it: the reference, which computes in float32
+on a copy of its own, and the comparison with transformers, which loads the model anew for each of its lanes' two sides.
+None: no event tells of that load.
 """
 
 from __future__ import annotations

@@ -69,51 +69,58 @@ class Record:
     blocks: list[tuple[str, live.HttpFigures]] = dataclasses.field(default_factory=list)
     flips: list[live.Flip] = dataclasses.field(default_factory=list)
     wrong: list[str] = dataclasses.field(default_factory=list)
+    serves: str | None = None  # the server's own word at the end: the forward of this run, if that serves
+    problem: str = ""
 
     def tps(self, name: str) -> float | None:
         of = [figures for which, figures in self.blocks if which == name]
         return sum(one.tokens for one in of) / sum(one.seconds for one in of) if of else None
 
     @property
-    def failed(self) -> int:
+    def failed(self) -> int | None:
+        """Requests that failed or answered wrongly; None when nothing was measured."""
+        if not self.blocks and not self.flips:
+            return None
         streams = sum(bool(one.problem) for flip in self.flips for one in flip.streams)
         return sum(figures.failed for _, figures in self.blocks) + streams + len(self.wrong)
 
     def to_json(self) -> dict[str, Any]:
         flips = [{**dataclasses.asdict(flip), "open_streams": flip.open_streams} for flip in self.flips]
         blocks = [{"forward": name, **dataclasses.asdict(figures)} for name, figures in self.blocks]
-        return {"blocks": blocks, "flips": flips, "wrong": self.wrong}
+        return {"blocks": blocks, "flips": flips, "wrong": self.wrong, "serves": self.serves, "problem": self.problem}
+
+    def figures(self) -> dict[str, Any]:
+        """What ship.json shows at a glance."""
+        return {
+            "shipped": self.serves,
+            "problem": self.problem,
+            "http_tps_before": self.tps("incumbent"),
+            "http_tps_after": self.tps("forward"),
+            "failed_requests": self.failed,
+            "wrong_outputs": len(self.wrong),
+            "open_streams": min((flip.open_streams for flip in self.flips), default=0),
+            "checked_streams": sum(len(flip.streams) for flip in self.flips),
+        }
 
 
 def ship(run: Run, endpoint: Endpoint, moved: Callable[..., object] | None = None) -> Manifest:
-    """ship.json; extra: shipped (forward id or None), problem, http_tps_before, http_tps_after, failed_requests, ..."""
+    """ship.json; output live: all that was measured, also of a ship that was refused on the way; extra: its figures."""
     inputs = _inputs(run)
     if done := run.done("ship", inputs):
         return done
-    started = time.time()
+    started, record = time.time(), Record()
     try:
         release, code, why = _approved(run)
         workload = Workload.read(run.path(run.need("workload"), "workload"))
         load = Load.of(workload, live.model_name(live.server_url(state_of(run))))
-        record = _ship_and_measure(run, release, code, why, load)
+        _ship_and_measure(run, release, code, why, load, record)
     except Refused as refusal:
-        extra: dict[str, Any] = {"shipped": _serves(run), "problem": str(refusal), "failed_requests": 0}
-        if extra["shipped"]:  # refused after the server had taken it: what failed is the measuring
+        record.serves, record.problem = _serves(run), str(refusal)
+        if record.serves:  # refused after the server had taken it: what failed is the measuring
             _close_window(run)
-            (moved or _champion())(endpoint, "ship", extra["shipped"], run)
-        return run.finish("ship", inputs, {}, extra, started)
-    (moved or _champion())(endpoint, "ship", release.forward, run)
-    extra = {
-        "shipped": release.forward,
-        "problem": "",
-        "http_tps_before": record.tps("incumbent"),
-        "http_tps_after": record.tps("forward"),
-        "failed_requests": record.failed,
-        "wrong_outputs": len(record.wrong),
-        "open_streams": min((flip.open_streams for flip in record.flips), default=0),
-        "checked_streams": sum(len(flip.streams) for flip in record.flips),
-    }
-    return run.finish("ship", inputs, {"live": run.write_json("live", record.to_json())}, extra, started)
+    if record.serves:
+        (moved or _champion())(endpoint, "ship", record.serves, run)
+    return run.finish("ship", inputs, {"live": run.write_json("live", record.to_json())}, record.figures(), started)
 
 
 def _serves(run: Run) -> str | None:
@@ -162,9 +169,9 @@ def _approved(run: Run) -> tuple[Release, str, str]:
     return check_release(run), str(decision["code"]), str(decision["why"])
 
 
-def _ship_and_measure(run: Run, release: Release, code: str, why: str, load: Load) -> Record:
+def _ship_and_measure(run: Run, release: Release, code: str, why: str, load: Load, record: Record) -> None:
     """A B B A. After an interruption the release serves already: then every switch is a flip of the approved pair."""
-    state, record, body = state_of(run), Record(), {"record": release.to_record(), "code": code}
+    state, body = state_of(run), {"record": release.to_record(), "code": code}
     url = live.server_url(state)
     texts: dict[str, live.Texts] = {}
 
@@ -200,13 +207,19 @@ def _ship_and_measure(run: Run, release: Release, code: str, why: str, load: Loa
         flip("incumbent")
         block("incumbent", load.second)
         flip("forward", done=True)
+        record.serves = str(record.flips[-1].answer["forward"])
     finally:
+        _judge(record, texts)
         if shipped_already(state, release.nonce) and live.version(state)["forward"] != release.forward:
             live.ask("POST", f"{url}/admin/flip", {"nonce": release.nonce, "to": "forward"})
+
+
+def _judge(record: Record, texts: Mapping[str, live.Texts]) -> None:
+    """Which streams around a flip answered what neither forward would. A flip to a forward not heard yet goes unjudged."""
     for number, one in enumerate(record.flips):
         old, new = ("incumbent", "forward") if number % 2 == 0 else ("forward", "incumbent")
-        record.wrong += live.wrong_streams(one, texts[old], texts[new])
-    return record
+        if old in texts and new in texts:
+            record.wrong += live.wrong_streams(one, texts[old], texts[new])
 
 
 # --- the releases of an endpoint

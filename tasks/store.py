@@ -151,8 +151,11 @@ class Run:
         return self.folder / manifest.outputs[name].path
 
     def read_json(self, manifest: Manifest, name: str) -> Any:
-        """An output as JSON. UserError when the file is gone or no longer has its hash."""
-        output = manifest.outputs[name]
+        """An output as JSON. UserError when the manifest lacks it, the file is gone or no longer has its hash."""
+        output = manifest.outputs.get(name)
+        if output is None:
+            path = self.folder / f"{manifest.node}.json"
+            raise UserError(str(path), f"names no {name}", f"run {manifest.node} again")
         if not self.intact(output):
             path = self.folder / output.path
             raise UserError(str(path), "is missing or was changed", f"run {manifest.node} again")

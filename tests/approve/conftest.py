@@ -20,13 +20,16 @@ from tideforge.data.workload import RequestShape, Workload
 from tideforge.engine import release as rel
 from tideforge.engine.config import Limits, Settings
 from tideforge.engine.doubles import tiny_llama
+from tideforge.engine.events import log_event
 from tideforge.engine.forward import Forward
 from tideforge.engine.local import LocalWorkers
+from tideforge.engine.outcome import Figures, Outcome, Trial
 from tideforge.engine.serving.app import Live, create_app
 from tideforge.engine.serving.server import ServerConfig, bind, opened
 from tideforge.tasks.approve import prepare_release
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.store import Run
+from tideforge.tasks.verify.gates import GATES
 
 LAUNCH = "tideforge serve --endpoint tiny.yaml"
 LLAMA = Path(tideforge.engine.__file__).parent / "models" / "llama"
@@ -69,11 +72,15 @@ class Place:
         workload = run.write_json("workload", json.loads(work.to_json()))
         run.finish("workload", {}, {"workload": workload})
         search = {"finalist": forward.id, "incumbent": self.serving, "served": self.serving}
-        run.finish("search", {}, {"trials": run.write_json("trials", [])}, search)
+        (run.folder / "tuned.json").write_text(json.dumps({"served": self.serving, "incumbent": self.serving}))
+        (run.folder / "noise.json").write_text(json.dumps({"log_ratios": []}))
+        log_event(run.folder, "service_start")
+        run.finish("search", {}, {"trials": run.write_json("trials", [winner(run, forward)])}, search)
         verdict: dict[str, Any] = {
             "forward": forward.id, "incumbent": self.serving, "passed": True, "ratio": 1.31, "ci_low": 1.2, "ci_high": 1.4,
-            "gates": [{"name": "canary_pages", "passed": True, "evidence": "", "figures": {"bound": 0.1}}],
-            "pairs": [[100.0, 131.0]] * 8, "weights_sha256": self.live.shipper.identity.weights_sha256, "environment": {},
+            "gates": [{"name": name, "passed": True, "evidence": "", "figures": {"bound": 0.1}} for name in GATES],
+            "pairs": [[100.0, 131.0]] * 8, "ttft_ms": 9.0, "tps_per_user_p50": 9.0, "tps_per_user_p90": 8.0,
+            "weights_sha256": self.live.shipper.identity.weights_sha256, "environment": {},
         }  # fmt: skip
         output = run.write_json("verdict", {**verdict, **(said or {})})
         run.finish("verify", {"finalist": forward.id}, {"verdict": output}, {"passed": True})
@@ -86,6 +93,15 @@ class Place:
 
     def code(self, release: rel.Release, decision: rel.Decision = rel.Decision.APPROVE) -> str:
         return rel.sign(self.key, release, decision, WHO)
+
+
+def winner(run: Run, forward: Forward) -> dict[str, Any]:
+    """The trial that made this forward the finalist, in the archive; as the search lists it."""
+    figures = Figures(1.3, 1.2, 1.4, 8, 130.0, 100.0, 9.0, 9.0, 8.0)
+    trial = Trial("000000-a", forward.id, "slow", "offline-1", 1.0, Outcome.PASSED, "", figures, finished_at=2.0)
+    (run.folder / "trials" / trial.id).mkdir(parents=True)
+    (run.folder / "trials" / trial.id / "result.json").write_text(trial.to_json())
+    return dict(json.loads(trial.to_json()))
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -13,9 +14,8 @@ from tideforge.engine.releases import shipped_release
 from tideforge.errors import Refused
 from tideforge.tasks import live
 from tideforge.tasks.approve import decide, prepare_release, read_release
-from tideforge.tasks.facts import Night
 from tideforge.tasks.incumbent import serving_forward
-from tideforge.tasks.report import result
+from tideforge.tasks.report import compute
 from tideforge.tasks.ship import Load, releases, roll_back, rollback_release, ship
 from tideforge.tasks.store import Run
 
@@ -46,6 +46,9 @@ def test_an_approved_release_ships_is_measured_and_can_be_taken_back(place: Any,
     assert facts["shipped"] == release.forward == place.serving, facts["problem"]
     assert facts["failed_requests"] == 0 and facts["wrong_outputs"] == 0
     assert facts["open_streams"] >= 8 and facts["checked_streams"] >= 3 * 8
+    told = compute(run)
+    assert told["shipped"] == release.forward and told["approved_by"] == "Ann Other" and told["decision"] == "approve"
+    assert all(told[name] == facts[name] for name in ("http_tps_before", "http_tps_after", "failed_requests"))
     blocks = run.read_json(manifest, "live")["blocks"]
     assert [block["forward"] for block in blocks] == ["incumbent", "forward", "forward", "incumbent"]
     assert all(block["requests"] == 4 and block["tokens"] == 12 for block in blocks)
@@ -190,10 +193,11 @@ def test_a_night_told_to_end_with_the_verdict_can_be_released_later(place: Any) 
     run = place.night("night-1")
     manifest = prepare_release(run, place.endpoint, wanted=False)
     assert manifest.outputs == {} and manifest.extra["waits"] is False
-    assert ship(run, place.endpoint, moved=lambda *_: pytest.fail("nothing ships")).extra["shipped"] is None
-    assert result(Night.read(run)) == "no candidate ships: the night was told to end with the verdict"
+    nothing = ship(run, place.endpoint, moved=lambda *_: pytest.fail("nothing ships")).extra
+    assert nothing["shipped"] is None and nothing["failed_requests"] is None, "nothing was measured"
+    assert compute(run)["result"] == "no candidate ships: the night was told to end with the verdict"
     assert prepare_release(run, place.endpoint).extra["waits"] is True
-    assert result(Night.read(run)) == "waits for approval"
+    assert compute(run)["result"] == "waits for approval"
     place.waiting("night-2")
     with pytest.raises(Refused, match="superseded"):
         approved(place, run)
@@ -223,11 +227,17 @@ def test_a_ship_whose_measuring_is_refused_closes_the_window_too(
         calls.append(place.serving)
         if len(calls) == 2:
             raise Refused("the server failed")
-        return honest(url, prompts, concurrency)
+        return dataclasses.replace(honest(url, prompts, concurrency), failed=1)
 
     monkeypatch.setattr(live, "measure_http", breaks)
-    release, facts = read_release(run), ship(run, place.endpoint, moved=lambda *_: None).extra
+    release, manifest = read_release(run), ship(run, place.endpoint, moved=lambda *_: None)
+    facts, told = manifest.extra, compute(run)
     assert facts["shipped"] == release.forward == place.serving and facts["problem"] == "the server failed"
+    kept = run.read_json(manifest, "live")
+    assert [block["forward"] for block in kept["blocks"]] == ["incumbent"] and len(kept["flips"]) == 1
+    assert facts["failed_requests"] == told["failed_requests"] == 1, "the one that failed before the refusal"
+    assert facts["http_tps_before"] == told["http_tps_before"] > 0 and told["http_tps_after"] is None
+    assert told["shipped"] == release.forward
     late = httpx.post(f"{place.url}/admin/flip", json={"nonce": release.nonce, "to": "incumbent"}, timeout=30)
     assert late.status_code == 409 and place.serving == release.forward
 

@@ -25,7 +25,8 @@ def test_a_whole_night_through_the_deployment(tiny_endpoint: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         facts = json.loads(done.stdout.splitlines()[-1])
-        assert (facts["service_starts"], facts["weight_loads"], facts["failed_requests"]) == (1, 1, 0)
+        assert (facts["service_starts"], facts["weight_loads"]) == (1, 1)
+        assert facts["failed_requests"] == (0 if facts["shipped"] else None)
         assert facts["candidates"] == sum(facts["outcomes"].values()) > 0
         servers = stack.Stack.read(endpoint.state)
         assert servers is not None and len(servers.processes) == 4

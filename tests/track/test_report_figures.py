@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,43 +10,164 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tideforge.engine.events import log_event
+from tideforge.engine.measure import interval
+from tideforge.engine.release import Decision
 from tideforge.errors import UserError
-from tideforge.flows.cli import cli
+from tideforge.flows.cli import cli, main
 from tideforge.tasks import report
 
 
-def test_figures_come_from_trials_verdict_and_ship_record(made: Any) -> None:
-    for event in ("service_start", "worker_start", "worker_start"):
-        log_event(made.run.folder, event)
-    log_event(made.endpoint.state, "weight_load")
-    run = made.run
-    search = run.need("search")
-    run.finish("search", {}, search.outputs, search.extra, started=9.0)  # ends after the events above
-    run.finish("approval", {}, {}, {"decision": "approve", "who": "ada"})
-    ship = {"shipped": "f00", "http_tps_before": 50.0, "http_tps_after": 65.0, "failed_requests": 0}
-    run.finish("ship", {}, {}, ship)
-    facts = report.compute(run)
+def test_figures_come_from_trials_verdict_and_live_record(made: Any, nights: Any) -> None:
+    nights.live(made.run, nights.decided(made.run))
+    facts = report.compute(made.run)
     assert (facts["service_starts"], facts["worker_starts"], facts["candidates"]) == (1, 2, 2)
-    assert facts["weight_loads"] == 2  # a keeper was found running, since workers started before this load
     assert facts["outcomes"] == {"build_error": 1, "passed": 1}
-    assert (facts["best_ratio"], facts["ci_low"], facts["ci_high"]) == (1.3, 1.25, 1.35)
+    noise = 31.821 * 0.001 * facts["best_ratio"]  # one-sided t of 2 readings, and not below it
+    plain = interval([b / a for a, b in ((100, 130), (110, 140), (90, 120))])
+    assert facts["best_ratio"] == pytest.approx((1.3 * 14 / 11 * 4 / 3) ** (1 / 3)) == pytest.approx(plain.ratio)
+    assert facts["ci_low"] < plain.low < plain.high < facts["ci_high"] < plain.high + noise
     assert facts["finalist_tps"] == 130.0 and facts["incumbent_tps"] == 100.0 and facts["held_out_pairs"] == 3
-    assert facts["verified"] and facts["shipped"] == "f00" and facts["result"] == "shipped f00"
-    assert facts["http_tps_after"] == 65.0 and facts["failed_requests"] == 0 and facts["approved_by"] == "ada"
+    assert facts["finalist"] == nights.WINNER.id and facts["incumbent"] == facts["served"] == nights.INCUMBENT.id
+    assert facts["verified"] and facts["failed_gates"] == [] and facts["decision"] == "approve"
+    assert facts["approved_by"] == "ada", "the name of the key, not the form's"
+    assert facts["shipped"] == nights.WINNER.id and facts["result"] == f"shipped {nights.WINNER.id}"
+    assert (facts["http_tps_before"], facts["http_tps_after"], facts["failed_requests"]) == (50.0, 62.5, 2)
+    assert (facts["incumbent_vs_transformers"], facts["linear_floor_ms"], facts["incumbent_decode_ms"]) == (
+        1.05,
+        40.0,
+        50.0,
+    )
+    assert (facts["incumbent_vs_transformers_low"], facts["incumbent_vs_transformers_high"]) == (1.01, 1.08)
 
 
-def test_a_failed_verdict_or_no_finalist_ends_as_no_candidate_ships(made: Any) -> None:
-    run = made.run
-    verdict = {**run.read_json(run.need("verify"), "verdict"), "passed": False}
-    verdict["gates"][1]["passed"] = False
-    run.finish("verify", {}, {"verdict": run.write_json("verdict", verdict)}, {})
-    facts = report.compute(run)
-    assert facts["failed_gates"] == ["isolation"] and not facts["verified"]
-    assert facts["result"] == "no candidate ships: verification failed (isolation)"
-    search = run.need("search")
-    run.finish("search", {}, search.outputs, {**search.extra, "finalist": None})
-    assert report.compute(run)["result"].startswith("no candidate ships: none was faster")
+TELLING = {"finalist": "f" * 64, "incumbent": "e" * 64, "served": "e" * 64, "passed": False, "shipped": "f" * 64}
+SUMMED = {"http_tps_after": 999.0, "failed_requests": 77, "incumbent_vs_transformers": 9.0, "decision": "reject"}
+
+
+@pytest.mark.parametrize("node", ["search", "verify", "release", "approval", "ship"])
+def test_a_summary_that_was_changed_changes_no_figure(made: Any, nights: Any, node: str) -> None:
+    nights.live(made.run, nights.decided(made.run))
+    honest, path = report.compute(made.run), made.run.folder / f"{node}.json"
+    raw = json.loads(path.read_text())
+    raw["extra"] = {
+        **raw["extra"],
+        **TELLING,
+        **SUMMED,
+        "who": "mallory",
+        "waits": False,
+        "problem": "none",
+        "why": "x",
+    }
+    path.write_text(json.dumps(raw))
+    assert report.compute(made.run) == honest
+
+
+@pytest.mark.parametrize("extra", [{"noise": [0.0, 0.0]}, {"tuned_sha256": "0" * 64}])
+def test_a_search_record_that_contradicts_its_readings_is_refused(made: Any, extra: dict[str, Any]) -> None:
+    path = made.run.folder / "search.json"
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps({**raw, "extra": {**raw["extra"], **extra}}))
+    with pytest.raises(UserError, match=r"noise\.json|tuned\.json"):
+        report.compute(made.run)
+
+
+RAW = [
+    "verdict-*",
+    "baseline-*",
+    "live-*",
+    "approval-*",
+    "release-*",
+    "trials-*",
+    "endpoint-*",
+    "noise.json",
+    "tuned.json",
+]
+
+
+HASHED = [*RAW, "trials/000000-a/result.json", "verify.json", "search.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"), [*itertools.product(HASHED, ("gone", "changed")), ("events.jsonl", "gone")]
+)
+def test_a_raw_record_that_is_gone_or_changed_is_one_line_and_no_figure(
+    made: Any, nights: Any, name: str, damage: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nights.live(made.run, nights.decided(made.run))
+    (path,) = made.run.folder.glob(name)
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_text(path.read_text().replace("1", "2"))
+    monkeypatch.setattr("sys.argv", ["tideforge", "report", str(made.run.folder), "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == "" and len(said.err.splitlines()) == 1
+    assert path.name in said.err or "000000-a" in said.err or name in ("search.json", "verify.json")
+
+
+def test_only_a_trusted_signature_decides(made: Any, nights: Any) -> None:
+    nights.live(made.run, nights.decided(made.run))
+    (made.run.folder.parent.parent / "approvers.json").write_text("{}")
+    facts = report.compute(made.run)
+    assert facts["approved_by"] is None and facts["decision"] is None and facts["shipped"] is None
+    assert "no trusted approver's signature" in facts["result"]
+
+
+def test_a_signed_rejection_is_one_whatever_the_form_says(made: Any, nights: Any) -> None:
+    nights.decided(made.run, Decision.REJECT)
+    facts = report.compute(made.run)
+    assert facts["decision"] == "reject" and facts["result"] == "no candidate ships: rejected"
+
+
+def test_shipped_needs_the_servers_answer_and_its_release_file(made: Any, nights: Any) -> None:
+    release = nights.decided(made.run)
+    nights.live(made.run, release)
+    ship = made.run.need("ship")
+    raw = made.run.read_json(ship, "live")
+    other = made.run.write_json("live", {**raw, "serves": None, "problem": "the server ended"})
+    made.run.finish("ship", {}, {"live": other}, ship.extra)
+    facts = report.compute(made.run)
+    assert facts["shipped"] is None and facts["result"] == "no candidate ships: the server ended"
+    made.run.finish("ship", {}, ship.outputs, ship.extra)
+    next((made.run.folder.parent.parent / "releases").iterdir()).unlink()
+    with pytest.raises(UserError, match="holds no signed release"):
+        report.compute(made.run)
+
+
+def test_a_verdict_counts_by_its_gates_and_pairs(made: Any) -> None:
+    run, verify = made.run, made.run.need("verify")
+    whole = run.read_json(verify, "verdict")
+
+    def said(**changed: Any) -> dict[str, Any]:
+        run.finish("verify", {}, {"verdict": run.write_json("verdict", {**whole, **changed})}, verify.extra)
+        return report.compute(run)
+
+    failed = [{**gate, "passed": gate["name"] != "canary_pages"} for gate in whole["gates"]]
+    assert said(gates=failed)["failed_gates"] == ["canary_pages"] and not said(gates=failed)["verified"]
+    assert said(gates=failed)["result"] == "no candidate ships: verification failed (canary_pages)"
+    assert "gates not run" in said(gates=whole["gates"][1:])["result"]
+    assert not said(pairs=[[100.0, 99.0], [100.0, 98.0], [100.0, 99.5]])["verified"], "whatever ci_low it states"
+    assert said(unverified="out of time")["result"] == "no candidate ships: not verified: out of time"
+    with pytest.raises(UserError, match="but the trials choose"):
+        said(forward="0" * 64)
+
+
+def test_loads_of_the_weights_are_counted_from_events_or_unknown(made: Any) -> None:
+    run, state = made.run, made.run.folder.parent.parent
+    assert report.compute(run)["weight_loads"] is None, "workers started, but no event tells what they mapped"
+    events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
+    begin, worker, end = run.need("run").started, events[1]["time"], run.need("search").finished
+
+    def counted(*times: float) -> int | None:
+        lines = [json.dumps({"time": time, "event": "weight_load"}) for time in times]
+        (state / "events.jsonl").write_text("\n".join(lines))
+        return report.compute(run)["weight_loads"]
+
+    assert counted(begin - 9, begin - 5) == 1, "the keeper's load, not the one before it"
+    assert counted(begin - 5, end) == 2 and counted(worker) == 1
+    assert counted(end) is None and counted(begin - 5, end + 1) == 1
 
 
 @pytest.mark.parametrize(
@@ -61,14 +183,14 @@ def test_a_failed_verdict_or_no_finalist_ends_as_no_candidate_ships(made: Any) -
 def test_idle_time_is_when_a_trial_waits_and_none_is_evaluated(
     made: Any, events: list[tuple[str, float]], idle_s: float
 ) -> None:
-    trials = report.Night.read(made.run).trials  # submitted at 10 and 11, finished at 20 and 25
+    trials = report.Found.read(made.run).trials  # submitted at 10 and 11, finished at 20 and 25
     assert report.idle_while_queued(trials, [{"event": name, "time": time} for name, time in events]) == idle_s
 
 
 def test_the_command_prints_one_json_object_and_names_an_unknown_run(made: Any) -> None:
     done = CliRunner().invoke(cli, ["report", str(made.run.folder), "--json"])
     assert done.exit_code == 0, done.output
-    assert json.loads(done.output.splitlines()[-1])["best_ratio"] == 1.3
+    assert json.loads(done.output.splitlines()[-1])["best_ratio"] == pytest.approx(1.3017, abs=1e-4)
     missing = CliRunner().invoke(cli, ["report", "no-such-run"])
     assert missing.exit_code != 0 and "no-such-run" in str(missing.exception)
 
