@@ -8,8 +8,8 @@ the signed release on file and the server's own answer. search_s and wall_s are 
 
 weight_loads counts the keeper's weights, which the server and every worker map: the load that this night found in
 memory and each since. Processes that read weights of their own are not in it: the reference, which computes in float32
-on a copy of its own, and the comparison with transformers, which loads the model anew for each of its lanes' two sides.
-None: no event tells of that load.
+on a copy of its own, and the comparison with transformers, which loads the model for itself. None: no event tells of
+that load.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def test_a_raw_record_that_is_gone_or_changed_is_one_line_and_no_figure(
     if damage == "gone":
         path.unlink()
     else:
-        path.write_text(path.read_text().replace("1", "2"))
+        path.write_text(path.read_text().replace("1", "2") + " ")
     monkeypatch.setattr("sys.argv", ["tideforge", "report", str(made.run.folder), "--json"])
     with pytest.raises(SystemExit) as ended:
         main()
