@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 import shlex
 
@@ -11,7 +10,7 @@ from tideforge.costmodel.layouts import Layout
 from tideforge.errors import UserError
 
 # engine -> flag -> (canonical name, takes a value). Names are compared with "_" as "-".
-_TP_DP: dict[str, dict[str, tuple[str, ...]]] = {
+LAYOUT_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm": {
         "tp": ("--tensor-parallel-size", "-tp"),
         "pp": ("--pipeline-parallel-size", "-pp"),
@@ -34,13 +33,13 @@ _TP_DP: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "tideforge": {},
 }
-_MODEL_FLAGS = {
+MODEL_FLAGS = {
     "vllm": ("--model",),
     "sglang": ("--model-path", "--model"),
     "trtllm": (),
     "tideforge": ("--model", "--endpoint"),
 }
-_BOOLEAN = {
+BOOLEAN = {
     "--enable-expert-parallel", "-ep", "--enable-dp-attention", "--trust-remote-code", "--enforce-eager", "--async-scheduling",
     "--enable-prefix-caching", "--no-enable-prefix-caching", "--enable-chunked-prefill", "--no-enable-chunked-prefill",
     "--disable-log-requests", "--disable-log-stats", "--enable-auto-tool-choice", "--language-model-only", "--enable-eplb",
@@ -57,25 +56,8 @@ _WHOLE = {
     "--chunked-prefill-size",
 }  # fmt: skip
 
-# What is read from a launch command besides layouts; see options.py.
-SEQS = ("--max-num-seqs", "--max-running-requests", "--max-batch-size")
-TOKENS = ("--max-num-batched-tokens", "--chunked-prefill-size", "--max-num-tokens")
-LENGTH = ("--max-model-len", "--context-length", "--max-seq-len")
-SHARE = ("--gpu-memory-utilization", "--mem-fraction-static", "--kv-cache-free-gpu-memory-fraction")
-READ_FLAGS = (
-    *SEQS,
-    *TOKENS,
-    *LENGTH,
-    *SHARE,
-    "--dtype",
-    "--quantization",
-    "--kv-cache-dtype",
-    "--block-size",
-    "--port",
-)
 
-
-def _key(name: str) -> str:
+def key_of(name: str) -> str:
     return name.replace("_", "-")
 
 
@@ -108,8 +90,8 @@ class LaunchCommand:
 
     def get(self, *names: str) -> str | None:
         """The value of the last flag with one of these names (dashes and underscores alike); "" for a bare flag."""
-        wanted = {_key(name) for name in names}
-        return next((flag.value or "" for flag in reversed(self.flags) if _key(flag.name) in wanted), None)
+        wanted = {key_of(name) for name in names}
+        return next((flag.value or "" for flag in reversed(self.flags) if key_of(flag.name) in wanted), None)
 
     def whole(self, *names: str) -> int | None:
         """The same as a whole number above zero. Raises UserError naming the flag."""
@@ -142,7 +124,7 @@ def parse(text: str) -> LaunchCommand:
         env.append(words.pop(0))
     engine, program = _engine(words, text)
     flags, loose = _flags(engine, words[len(program) :])
-    by_flag = next((flag.value for flag in flags if flag.name in _MODEL_FLAGS[engine] and flag.value), None)
+    by_flag = next((flag.value for flag in flags if flag.name in MODEL_FLAGS[engine] and flag.value), None)
     if by_flag is None and engine == "sglang":
         raise UserError(f"launch command {text!r}", "names no model", "add --model-path MODEL")
     if by_flag is None and not loose:
@@ -194,7 +176,7 @@ def _flags(engine: str, words: list[str]) -> tuple[list[Flag], list[str]]:
         elif "=" in word:
             name, _, value = word.partition("=")
             flags.append(Flag(name, value, joined=True))
-        elif following is None or _is_flag(following) or word in _BOOLEAN:
+        elif following is None or _is_flag(following) or word in BOOLEAN:
             flags.append(Flag(word))
         else:
             flags.append(Flag(word, following))
@@ -209,49 +191,18 @@ def _flags(engine: str, words: list[str]) -> tuple[list[Flag], list[str]]:
     return flags, loose
 
 
-def not_understood(command: LaunchCommand) -> dict[str, str]:
-    """Flags that are read as nothing but look like one that this module reads, each with that one.
-
-    Other engines have hundreds of flags, so an unknown one is usually right, and kept: only near misses are here.
-    """
-    groups = _TP_DP[command.engine]
-    own = {_key(name): name for group in groups.values() for name in group}
-    others = _MODEL_FLAGS[command.engine] + READ_FLAGS + tuple(_BOOLEAN)
-    known = own | {_key(name): name for name in others}
-    found = {}
-    for name in (flag.name for flag in command.flags if _key(flag.name) not in known):
-        if near := _elsewhere(_key(name), groups) or _near(_key(name), known):
-            found[name] = near
-    return found
-
-
-def _elsewhere(key: str, groups: dict[str, tuple[str, ...]]) -> str:
-    """This engine's word for what another engine calls `key`."""
-    roles = [role for other in _TP_DP.values() for role, names in other.items() if key in map(_key, names)]
-    return next((groups[role][0] for role in roles if role in groups), "")
-
-
-def _near(key: str, known: dict[str, str]) -> str:
-    """A known flag that `key` misspells, or cuts short behind a whole word (`--tensor-parallel`)."""
-    if not key.startswith("--"):
-        return ""
-    close = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.9)
-    close += [name for name in sorted(known) if key.count("-") > 2 and name.startswith(f"{key}-")]
-    return known[close[0]] if close else ""
-
-
 def _is_flag(word: str) -> bool:
     """`-1` and `-0.5` are values."""
     return bool(re.match(r"-{1,2}[A-Za-z]", word))
 
 
 def _check(command: LaunchCommand) -> None:
-    sizes = [names for what, names in _TP_DP[command.engine].items() if what not in ("ep", "dp_attention")]
+    sizes = [names for what, names in LAYOUT_FLAGS[command.engine].items() if what not in ("ep", "dp_attention")]
     if command.engine != "vllm":
-        sizes += [names for what, names in _TP_DP[command.engine].items() if what == "ep"]
-    needs_value = {_key(name) for names in sizes for name in names} | {_key(name) for name in _WHOLE}
+        sizes += [names for what, names in LAYOUT_FLAGS[command.engine].items() if what == "ep"]
+    needs_value = {key_of(name) for names in sizes for name in names} | {key_of(name) for name in _WHOLE}
     for flag in command.flags:
-        if _key(flag.name) in needs_value:
+        if key_of(flag.name) in needs_value:
             LaunchCommand(command.engine, "", (flag,)).whole(flag.name)
         elif command.engine == "tideforge" and not flag.value:
             raise UserError(flag.name, "has no value", f"write {flag.name} VALUE in the launch command")
@@ -259,7 +210,7 @@ def _check(command: LaunchCommand) -> None:
 
 def layout_of(command: LaunchCommand) -> Layout:
     """The layout that the command runs now. Raises UserError when its sizes contradict each other."""
-    names = _TP_DP[command.engine]
+    names = LAYOUT_FLAGS[command.engine]
     size = {what: command.whole(*names[what]) or 1 for what in ("tp", "pp", "dp", "dcp", "pcp") if what in names}
     tp, dp = size.get("tp", 1), size.get("dp", 1)
     if command.engine == "vllm":
@@ -278,9 +229,9 @@ def layout_of(command: LaunchCommand) -> Layout:
 
 def with_layout(command: LaunchCommand, layout: Layout, moe: bool) -> LaunchCommand:
     """The same command with the flags of another layout (of one server: replicas are started one by one)."""
-    names = _TP_DP[command.engine]
-    old = {_key(name) for group in names.values() for name in group}
-    kept = tuple(flag for flag in command.flags if _key(flag.name) not in old)
+    names = LAYOUT_FLAGS[command.engine]
+    old = {key_of(name) for group in names.values() for name in group}
+    kept = tuple(flag for flag in command.flags if key_of(flag.name) not in old)
     values = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "dcp": layout.dcp, "pcp": layout.pcp}
     bare: list[Flag] = []
     if command.engine == "vllm":

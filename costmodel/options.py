@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tideforge.costmodel.launch import LENGTH, SEQS, SHARE, TOKENS, LaunchCommand
+from tideforge.costmodel.launch import LaunchCommand
 from tideforge.costmodel.memory import Limits, Precision
 from tideforge.costmodel.shapes import ModelShape
 from tideforge.errors import UserError
@@ -14,6 +14,21 @@ DTYPES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "bf
 DEFAULT_SEQS = {"vllm": 1024, "sglang": 4096, "trtllm": 2048, "tideforge": 16}
 DEFAULT_TOKENS = {"vllm": 8192, "sglang": 8192, "trtllm": 8192, "tideforge": 512}
 DEFAULT_SHARE = {"vllm": 0.9, "sglang": 0.88, "trtllm": 0.9, "tideforge": 0.9}
+SEQS = ("--max-num-seqs", "--max-running-requests", "--max-batch-size")
+TOKENS = ("--max-num-batched-tokens", "--chunked-prefill-size", "--max-num-tokens")
+LENGTH = ("--max-model-len", "--context-length", "--max-seq-len")
+SHARE = ("--gpu-memory-utilization", "--mem-fraction-static", "--kv-cache-free-gpu-memory-fraction")
+READ_FLAGS = (
+    *SEQS,
+    *TOKENS,
+    *LENGTH,
+    *SHARE,
+    "--dtype",
+    "--quantization",
+    "--kv-cache-dtype",
+    "--block-size",
+    "--port",
+)
 
 
 def limits_of(command: LaunchCommand) -> Limits:

@@ -13,6 +13,7 @@ from tideforge.costmodel.hardware import Hardware
 from tideforge.costmodel.launch import LaunchCommand
 from tideforge.costmodel.layouts import Layout, Refusal, enumerate_layouts, refusal
 from tideforge.costmodel.memory import GIB, Limits, Precision, kv_slots, memory_of
+from tideforge.costmodel.misspelt import not_understood
 from tideforge.costmodel.options import limits_of, precision_of
 from tideforge.costmodel.passes import Setting
 from tideforge.costmodel.predict import Prediction, Traffic, predict
@@ -223,7 +224,7 @@ def to_dict(ranking: Ranking) -> dict[str, Any]:
         "precision": dataclasses.asdict(ranking.precision),
         "limits": dataclasses.asdict(ranking.limits),
         "typical_error": TYPICAL_ERROR,
-        "not_understood": launching.not_understood(q.command),
+        "not_understood": not_understood(q.command),
         "notes": list(ranking.notes),
         "ranked": [_entry(position, entry) for position, entry in enumerate(ranking.ranked, start=1)],
         "rejected": [

@@ -92,11 +92,14 @@ def misused(error: click.UsageError) -> UserError:
     path = error.ctx.command_path if error.ctx else "tideforge"
     thing, problem = path, error.format_message()
     if isinstance(error, click.BadParameter) and error.param is not None:
-        thing = error.param.get_error_hint(error.ctx).replace("'", "")  # type: ignore[arg-type]
+        options = [name for name in error.param.opts if name.startswith("--")]
+        thing = options[0] if options else str(error.param.name).upper()
         problem = "is missing" if isinstance(error, click.MissingParameter) else error.message
     elif isinstance(error, click.NoSuchOption):
         near = f" (did you mean {', '.join(error.possibilities)}?)" if error.possibilities else ""
         thing, problem = error.option_name, f"no such option{near}"
+    elif isinstance(error, click.BadOptionUsage):
+        thing, problem = error.option_name, "has no value, or one too many"
     return UserError(thing, " ".join(problem.split()).rstrip("."), f"see `{path} --help`")
 
 

@@ -76,8 +76,8 @@ def rank(
     tideforge rank --launch 'vllm serve Qwen/Qwen3-235B-A22B -tp 8' --hardware h200-sxm --gpus 8
     tideforge rank --launch 'vllm serve m' --config m/config.json --hardware b200 --gpus 16 --nodes 2 --log 'logs/*.parquet'
     """
-    from tideforge.costmodel import launch
     from tideforge.costmodel import rank as ranking
+    from tideforge.costmodel.misspelt import not_understood
     from tideforge.costmodel.question import question
 
     if bool(endpoint_file) == bool(launch_text):
@@ -94,7 +94,7 @@ def rank(
         limits = (ttft_limit_ms, tpot_limit_ms)
         asked = question(command, model, hardware_name, gpus, nodes, traffic, maximize, *limits)
     answer = ranking.rank(asked)
-    unread = launch.not_understood(asked.command)
+    unread = not_understood(asked.command)
     for name, near in unread.items():
         click.echo(f"tideforge: unknown flag {name}, did you mean {near}?", err=True)
     if as_json:

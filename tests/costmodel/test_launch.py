@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tideforge.costmodel.launch import Flag, LaunchCommand, layout_of, not_understood, parse, with_layout
+from tideforge.costmodel.launch import Flag, LaunchCommand, layout_of, parse, with_layout
 from tideforge.costmodel.layouts import Layout
 from tideforge.costmodel.memory import Precision
+from tideforge.costmodel.misspelt import not_understood
 from tideforge.costmodel.options import limits_of, precision_of
 from tideforge.costmodel.shapes import get
 from tideforge.errors import UserError

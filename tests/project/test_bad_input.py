@@ -286,6 +286,8 @@ def test_an_error_without_a_path_stays_a_traceback(monkeypatch: pytest.MonkeyPat
             "tideforge: --gpu: no such option (did you mean --gpus, ",
         ),
         (["reject", "run"], "tideforge: --why: is missing; see `tideforge reject --help`\n"),
+        (["reject", "run", "--why"], "tideforge: --why: has no value"),
+        (["node", "--run", "n", "--endpoint", "e"], "tideforge: NAME: is missing; see `tideforge node --help`\n"),
         (["serve"], "tideforge: --endpoint: is missing; see `tideforge serve --help`\n"),
         (["rnk"], "tideforge: tideforge: No such command 'rnk'"),
     ],
