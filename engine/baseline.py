@@ -177,6 +177,7 @@ class Baseline:
     lanes_tps: dict[str, float]
     agreeing_tokens: int  # of the last round's chains: do both decode the same text?
     decoded_tokens: int
+    seconds: dict[str, list[list[float]]]  # of each step, by lane and round: what all of the above is made of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,6 +237,7 @@ def summarise(timing: Timing, floor_bytes: int) -> Baseline:
         lanes_tps=medians,
         agreeing_tokens=sum(a == b for a, b in zip(ours, other, strict=True)),
         decoded_tokens=len(ours),
+        seconds=timing.seconds,
     )
 
 

@@ -105,8 +105,12 @@ def missing_gates(verdict: Mapping[str, Any]) -> list[str]:
 
 
 def beside_transformers(baseline: Mapping[str, Any] | None) -> dict[str, float | None]:
-    """From the ratio of each round and the tokens/s of each lane; all None where the comparison did not run."""
-    ratios, lanes = ((baseline or {}).get(name) for name in ("ratios", "lanes_tps"))
+    """From the seconds of each step; all None where the comparison did not run.
+
+    Archives of before these were kept have the ratio of each round and the tokens/s of each lane instead.
+    """
+    raw = baseline or {}
+    ratios, lanes = _from_steps(raw["seconds"]) if "seconds" in raw else (raw.get("ratios"), raw.get("lanes_tps"))
     return {
         "incumbent_vs_transformers": statistics.median(ratios) if ratios else None,
         "incumbent_vs_transformers_low": min(ratios) if ratios else None,
@@ -114,6 +118,14 @@ def beside_transformers(baseline: Mapping[str, Any] | None) -> dict[str, float |
         "linear_floor_ms": 1e3 / lanes["linear layers alone"] if lanes else None,
         "incumbent_decode_ms": 1e3 / lanes["raw"] if lanes else None,
     }
+
+
+def _from_steps(seconds: dict[str, list[list[float]]]) -> tuple[Sequence[float], dict[str, float]]:
+    """(ratio by round, tokens/s by lane), summed up as the comparison itself does it."""
+    from tideforge.engine.baseline import Timing, summarise
+
+    found = summarise(Timing(seconds, {lane: [] for lane in seconds}), floor_bytes=0)
+    return found.ratios, found.lanes_tps
 
 
 @dataclasses.dataclass(frozen=True)

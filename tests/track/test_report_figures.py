@@ -14,7 +14,7 @@ from tideforge.engine.measure import interval
 from tideforge.engine.release import Decision
 from tideforge.errors import UserError
 from tideforge.flows.cli import cli, main
-from tideforge.tasks import report
+from tideforge.tasks import evidence, report
 
 
 def test_figures_come_from_trials_verdict_and_live_record(made: Any, nights: Any) -> None:
@@ -152,6 +152,15 @@ def test_a_verdict_counts_by_its_gates_and_pairs(made: Any) -> None:
     assert said(unverified="out of time")["result"] == "no candidate ships: not verified: out of time"
     with pytest.raises(UserError, match="but the trials choose"):
         said(forward="0" * 64)
+
+
+def test_the_comparison_with_transformers_is_made_again_from_its_steps() -> None:
+    fast, slow = "transformers static cache, sdpa attention", "transformers dynamic cache, sdpa attention"
+    seconds = {"raw": [[0.05, 0.05], [0.04, 0.04], [0.05, 0.05]], "linear layers alone": [[0.025] * 2] * 3}
+    theirs = {fast: [[0.06] * 2, [0.06] * 2, [0.055] * 2], slow: [[0.5] * 2] * 3}
+    found = evidence.beside_transformers({"ratios": [9.0], "lanes_tps": {}, "seconds": {**seconds, **theirs}})
+    assert list(found.values()) == pytest.approx([1.2, 1.1, 1.5, 25.0, 50.0]), "against the fastest variant"
+    assert set(evidence.beside_transformers({"problem": "transformers is not installed"}).values()) == {None}
 
 
 def test_loads_of_the_weights_are_counted_from_events_or_unknown(made: Any) -> None:
