@@ -25,7 +25,6 @@ from tideforge.tasks.store import Manifest, Run
 
 STREAMS = 8  # open at a flip, at least
 STREAM_TOKENS = 16
-BLOCK_SHARE = 0.5  # of a held-out answer that a request of a live block asks for: four of them must stay under a minute
 ROLLBACK_S = 3600
 
 
@@ -41,7 +40,7 @@ class Load:
     @classmethod
     def of(cls, workload: Workload, model: str) -> Load:
         shapes = workload.held_out[: max(workload.users, 1)]
-        answers = [max(2, round(BLOCK_SHARE * shape.output_tokens)) for shape in shapes]
+        answers = [max(2, shape.output_tokens) for shape in shapes]
         blocks = list(zip((shape.prompt_tokens for shape in shapes), answers, strict=True))
         asked = blocks * 2 + [(16, STREAM_TOKENS)] * STREAMS
         held_out, longest = workload.corpus[len(workload.corpus) // 2 :], max(tokens for tokens, _ in asked)
