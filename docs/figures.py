@@ -67,7 +67,8 @@ def _beside(f: dict[str, Any]) -> str:
     if f["incumbent_vs_transformers"] is None:
         return "not measured"
     return (
-        f"{f['incumbent_vs_transformers']:.2f} times; {f['incumbent_decode_ms']:.0f} ms a token, of which the linear layers "
+        f"{f['incumbent_vs_transformers']:.2f} times (rounds {f['incumbent_vs_transformers_low']:.2f} to "
+        f"{f['incumbent_vs_transformers_high']:.2f}); {f['incumbent_decode_ms']:.0f} ms a token, of which the linear layers "
         f"alone {f['linear_floor_ms']:.0f} ms"
     )
 
