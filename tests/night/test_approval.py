@@ -220,8 +220,14 @@ def test_a_person_approves_in_the_browser(
     button("Resume").click()
     field = "//*[contains(@class, 'p-modal')]//label[contains(., '{}')]/following::textarea[1]"
     eventually("the form", lambda: browser.find_elements("xpath", field.format("Code")), 60)
-    said = browser.find_element("css selector", ".p-modal").text
-    assert release.forward in said and release.gain.ratio in said and "verdict" in said.lower()
+
+    def described() -> str:
+        """What the form shows, once it is faded in: before that its text is empty."""
+        shown = [element.text for element in browser.find_elements("css selector", ".p-modal")]
+        return next((text for text in shown if release.forward in text), "")
+
+    said = eventually("the form's description", described, 30)
+    assert release.gain.ratio in said and "verdict" in said.lower()
     for label, text in (("Code", code.stdout.strip()), ("Who", "Ann Other"), ("Why", "seen in the browser")):
         browser.find_element("xpath", field.format(label)).send_keys(text)
     browser.find_element("css selector", ".p-modal [role=switch]").click()
