@@ -51,9 +51,9 @@ def test_an_approved_release_ships_is_measured_and_can_be_taken_back(place: Any,
     assert all(told[name] == facts[name] for name in ("http_tps_before", "http_tps_after", "failed_requests"))
     blocks = run.read_json(manifest, "live")["blocks"]
     assert [block["forward"] for block in blocks] == ["incumbent", "forward", "forward", "incumbent"]
-    assert all(block["requests"] == 4 and block["tokens"] == 12 for block in blocks)
+    assert all(block["requests"] == 4 and block["tokens"] == 24 for block in blocks)
     before = [block for block in blocks if block["forward"] == "incumbent"]
-    assert facts["http_tps_before"] == pytest.approx(24 / sum(block["seconds"] for block in before))
+    assert facts["http_tps_before"] == pytest.approx(48 / sum(block["seconds"] for block in before))
     assert moves == [("ship", release.forward)]
 
     (entry,) = releases(place.state)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tideforge.engine.events import log_event
 from tideforge.errors import TideforgeError
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.search.agent import AgentReport
@@ -43,6 +44,8 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> collections.Counte
     def close_search(run: Run, endpoint: Endpoint, reports: list[AgentReport]) -> Manifest:
         count["reports"] = len(reports)
         outputs = {"trials": run.write_json("trials", []), "board": run.write_bytes("board", ".jsonl", b"")}
+        log_event(run.folder, "service_start")
+        (run.folder / "tuned.json").write_text('{"served": "", "incumbent": ""}')
         return run.finish("search", {}, outputs, {"finalist": None, "incumbent": "", "served": ""})
 
     def track(run: Run, endpoint: Endpoint) -> Manifest:
