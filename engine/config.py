@@ -12,6 +12,11 @@ from tideforge.engine.model_config import ModelConfig
 from tideforge.errors import UserError
 
 
+def bucket(count: int) -> int:
+    """The next power of two, at least 1: what contexts and captured steps are rounded up to."""
+    return 1 << (count - 1).bit_length()
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """Largest batch that a step may carry."""

@@ -20,7 +20,7 @@ from tideforge.data.workload import RequestShape, Workload
 from tideforge.engine import check, conduct, measure
 from tideforge.engine.archive import write_atomic
 from tideforge.engine.blocks import BlockPool
-from tideforge.engine.config import Settings
+from tideforge.engine.config import Settings, bucket
 from tideforge.engine.core import EngineCore
 from tideforge.engine.events import log_event
 from tideforge.engine.executor import RemoteExecutor
@@ -106,11 +106,6 @@ def for_trials(settings: Settings, workload: Workload) -> Settings:
         settings, capture_rows=tuple(sorted(rows)), capture_tokens=tuple(tokens), capture_contexts=(context,),
         limits=dataclasses.replace(settings.limits, decode_steps=min(settings.limits.decode_steps, TRIAL_STEPS)),
     )  # fmt: skip
-
-
-def bucket(count: int) -> int:
-    """The next power of two."""
-    return 1 << (count - 1).bit_length()
 
 
 @dataclasses.dataclass
@@ -407,17 +402,8 @@ class Bench:
         return measure.Side.of(self.incumbent.id, new_core(self.settings), self.incumbent_worker)
 
     def _figures(self, blocks: list[tuple[measure.Block, measure.Block]], pairs: list[tuple[float, float]]) -> Figures:
-        ratio = measure.with_noise_floor(measure.ratio_of_steps(pairs), self.noise)
-        ours = [block for _, block in blocks]
         self._require_possible(min(b for _, b in pairs))
-        p50, p90 = measure.user_tps(ours)
-        return Figures(
-            ratio=ratio.ratio, ci_low=ratio.low, ci_high=ratio.high, pairs=ratio.pairs,
-            candidate_tps=statistics.median(block.output_tps for block in ours),
-            incumbent_tps=statistics.median(block.output_tps for block, _ in blocks),
-            ttft_ms=1e3 * statistics.median(answer.ttft_s for block in ours for answer in block.answers),
-            tps_per_user_p50=p50, tps_per_user_p90=p90,
-        )  # fmt: skip
+        return measure.figures_of(measure.with_noise_floor(measure.ratio_of_steps(pairs), self.noise), blocks)
 
     def floor_s(self) -> float:
         """Least seconds of one step: weights that must move, less what the cache can hold, over the spec sheet's bandwidth."""

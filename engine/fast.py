@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-import statistics
 import time
 from typing import TYPE_CHECKING
 
@@ -119,13 +118,4 @@ def figures(between: Pairs, deep: list[tuple[measure.Block, measure.Block]]) -> 
         raise CandidateError(
             "too_fast", f"the larger depth took {1e3 * min(totals):.3g} ms longer than the smaller one"
         )
-    found = measure.ratio_of_steps(between)
-    ours = [block for _, block in deep]
-    p50, p90 = measure.user_tps(ours)
-    return Figures(
-        ratio=found.ratio, ci_low=found.low, ci_high=found.high, pairs=found.pairs,
-        candidate_tps=statistics.median(block.output_tps for block in ours),
-        incumbent_tps=statistics.median(block.output_tps for block, _ in deep),
-        ttft_ms=1e3 * statistics.median(answer.ttft_s for block in ours for answer in block.answers),
-        tps_per_user_p50=p50, tps_per_user_p90=p90,
-    )  # fmt: skip
+    return measure.figures_of(measure.ratio_of_steps(between), deep)

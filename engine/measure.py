@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from tideforge.data.workload import RequestShape
 from tideforge.engine.core import EngineCore
+from tideforge.engine.outcome import Figures
 from tideforge.engine.scheduler import Request
 
 if TYPE_CHECKING:
@@ -181,6 +182,19 @@ def user_tps(blocks: Sequence[Block]) -> tuple[float, float]:
     """Tokens/s per user: the median, and P90 = 1 / P90 of latency per output token (90 % are at least that fast)."""
     rates = [answer.tps for block in blocks for answer in block.answers]
     return percentile(rates, 0.5), percentile(rates, 0.1)
+
+
+def figures_of(ratio: Interval, blocks: Sequence[tuple[Block, Block]]) -> Figures:
+    """What a passed trial reports: the ratio as found, and of the blocks (incumbent's, candidate's) rates and latencies."""
+    ours = [block for _, block in blocks]
+    p50, p90 = user_tps(ours)
+    return Figures(
+        ratio=ratio.ratio, ci_low=ratio.low, ci_high=ratio.high, pairs=ratio.pairs,
+        candidate_tps=statistics.median(block.output_tps for block in ours),
+        incumbent_tps=statistics.median(block.output_tps for block, _ in blocks),
+        ttft_ms=1e3 * statistics.median(answer.ttft_s for block in ours for answer in block.answers),
+        tps_per_user_p50=p50, tps_per_user_p90=p90,
+    )  # fmt: skip
 
 
 def lockstep(

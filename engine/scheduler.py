@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from tideforge.engine.blocks import BlockPool, chain_key, root_key
-from tideforge.engine.config import Limits
+from tideforge.engine.config import Limits, bucket
 from tideforge.errors import CandidateError, UserError
 
 SchedulerLimits = Limits
@@ -372,7 +372,7 @@ def build_step(forward: str, plan: Plan, block_size: int, num_steps: int = 1) ->
         num_decodes=num_decodes,
         num_prefills=len(plan) - num_decodes,
         max_query_len=max(counts),
-        max_seq_len=1 << (longest - 1).bit_length(),
+        max_seq_len=bucket(int(longest)),
         request_ids=tuple(s.request.id for _, s in sampled),
         num_steps=num_steps,
     )

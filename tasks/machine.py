@@ -9,7 +9,7 @@ from tideforge.costmodel import hardware, launch
 from tideforge.costmodel.launch import LaunchCommand
 from tideforge.costmodel.options import require_same_dtype
 from tideforge.data.logs import find_logs
-from tideforge.engine.config import Limits, ModelConfig, Settings
+from tideforge.engine.config import Limits, ModelConfig, Settings, bucket
 from tideforge.errors import UserError
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.incumbent import first_forward
@@ -126,7 +126,7 @@ def graph_rows(max_num_seqs: int) -> tuple[int, ...]:
 
 def graph_contexts(max_model_len: int) -> tuple[int, ...]:
     """Longest contexts to capture: 1,024 tokens, where attention needs few splits, and all that a request may have."""
-    longest = 1 << (max_model_len - 1).bit_length()
+    longest = bucket(max_model_len)
     return tuple(sorted({min(1024, longest), longest}))
 
 
