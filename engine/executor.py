@@ -73,6 +73,7 @@ class RemoteExecutor:
     def __init__(self, ward: Ward, sock: socket.socket, arena: Arena, step_timeout_s: float = 60) -> None:
         self.ward, self.sock, self.arena, self.step_timeout_s = ward, sock, arena, step_timeout_s
         self.ready = False
+        self.attach_s: dict[str, float] = {}  # what each part of the attachment took, as the worker says: a hint
         self.resident: deque[int] = deque(maxlen=4096)  # bytes of the worker's own memory after each answer to a step
 
     @property
@@ -85,7 +86,9 @@ class RemoteExecutor:
 
     def expect_ready(self, timeout_s: float) -> None:
         """Waits for the answer to the attach message that started this worker."""
-        self._receive("attach", timeout_s)
+        said = self._receive("attach", timeout_s).header.get("seconds")
+        if isinstance(said, dict):
+            self.attach_s = {name: float(value) for name, value in said.items() if isinstance(value, int | float)}
         self.ready = True
 
     def stage(

@@ -25,7 +25,7 @@ from tideforge.engine.executor import RemoteExecutor
 from tideforge.engine.forward import Forward
 from tideforge.engine.guard import has_ended, start_detached
 from tideforge.engine.memory import Arena
-from tideforge.engine.ward import Ward
+from tideforge.engine.spawn import Nursery
 from tideforge.errors import CandidateError, ProtocolError, UserError
 
 START_TIMEOUT_S = 120.0
@@ -44,6 +44,7 @@ class Lab:
         settings.state.mkdir(parents=True, exist_ok=True)
         self._keeper: socket.socket | None = None
         self._weights: protocol.Message | None = None
+        self.nursery = Nursery(settings.state / "logs" / "workers.log", worker_environment(settings.threads))
         self._workers: list[RemoteExecutor] = []
         self.trusted_kernels: Path | None = None
         self.rehearsal: dict[str, str] | None = None
@@ -69,6 +70,7 @@ class Lab:
 
     def arena(self, name: str) -> Arena:
         """The named KV arena and logits buffer, owned by the keeper."""
+        self.nursery.start()  # whoever has an arena wants a worker soon
         request = {"type": "arena", "name": name, "bytes": self.layout.bytes}
         fds = protocol.call(self._keeper_socket(), request, START_TIMEOUT_S).fds
         return Arena(self.layout, fds, _Kept(self, name) if self.settings.device != "cpu" else None)
@@ -81,25 +83,21 @@ class Lab:
         return protocol.call(self._keeper_socket(), request, START_TIMEOUT_S)
 
     def spare(self, arena: Arena) -> RemoteExecutor:
-        """A worker with torch imported and memory mapped, waiting for a forward."""
+        """A worker with memory mapped, waiting for a forward."""
         worker = self._spawn(arena)
         self._workers.append(worker)
         log_event(self.events, "worker_start", worker=worker.pid)
         return worker
 
     def _spawn(self, arena: Arena) -> RemoteExecutor:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        logs, weights = self.settings.state / "logs", self._ask_weights()
-        logs.mkdir(exist_ok=True)
-        shared = int(weights.header["bytes"]) + self.layout.bytes
-        with theirs:
-            ward = Ward.start(
-                theirs, logs / "workers.log", self.settings.state / "scratch", self.memory_bytes + shared,
-                worker_environment(self.settings.threads), self.settings.device,
-            )  # fmt: skip
-        worker = RemoteExecutor(ward, ours, arena)
+        shared = int(self._ask_weights().header["bytes"]) + self.layout.bytes
+        ward, sock = self.nursery.ward(
+            self.settings.state / "scratch", self.memory_bytes + shared, worker_environment(self.settings.threads),
+            self.settings.device,
+        )  # fmt: skip
+        worker = RemoteExecutor(ward, sock, arena)
         header, fds = self.attachment(arena)
-        protocol.send(ours, header, fds=fds)
+        protocol.send(sock, header, fds=fds)
         return worker
 
     def attachment(self, arena: Arena) -> tuple[dict[str, Any], tuple[int, int]]:
@@ -186,6 +184,7 @@ class Lab:
     def close(self) -> None:
         for worker in list(self._workers):
             self.release(worker)
+        self.nursery.close()
         if self._keeper is not None:
             self._keeper.close()
 

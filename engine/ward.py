@@ -6,14 +6,10 @@ import contextlib
 import dataclasses
 import json
 import os
-import secrets
+import select
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from tideforge.engine import procfs
@@ -77,42 +73,26 @@ def signal_name(number: int) -> str:
 class Ward:
     """A worker under its warden. `end` takes everything away that the worker ever started; it may be called again."""
 
-    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, marker: str) -> None:
-        self._process, self._control, self._marker = process, control, marker
+    def __init__(self, warden: int, control: socket.socket, marker: str) -> None:
+        """`warden`: its pidfd, which never means another process. Raises ProtocolError when it starts no worker."""
+        self._warden, self._control, self._marker = warden, control, marker
         self._buffer = b""
         self.ended: End | None = None
         self.pid = int(self._expect("pid", START_S)["pid"])
         self._statm: int | None = None
 
-    @classmethod
-    def start(
-        cls,
-        worker_socket: socket.socket,
-        log: Path,
-        scratch: Path,
-        memory_bytes: int,
-        environment: Mapping[str, str],
-        device: str = "cpu",
-    ) -> Ward:
-        """A warden and its worker, which gets `worker_socket` and a folder of its own below `scratch`."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        marker = secrets.token_hex(8)
-        own = scratch.resolve() / marker
-        command = [
-            sys.executable, "-P", "-m", "tideforge.engine.warden", "--control", str(theirs.fileno()), "--worker",
-            str(worker_socket.fileno()), "--log", str(log.resolve()), "--scratch", str(own), "--memory", str(memory_bytes),
-            "--device", device,
-        ]  # fmt: skip
-        with theirs, log.open("ab") as stderr:
-            process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno(), worker_socket.fileno()], stdin=subprocess.DEVNULL, stdout=stderr,
-                stderr=stderr, start_new_session=True, env={**environment, **folders(own), MARKER: marker},
-            )  # fmt: skip
-        return cls(process, ours, marker)
-
     @property
     def alive(self) -> bool:
-        return self.ended is None and self._process.poll() is None
+        return self.ended is None and not self._warden_ends(0)
+
+    def _warden_ends(self, timeout_s: float) -> bool:
+        poll = select.poll()
+        poll.register(self._warden, select.POLLIN)
+        return bool(poll.poll(1000 * timeout_s))
+
+    def _kill_warden(self) -> None:
+        with contextlib.suppress(OSError):  # it has ended
+            signal.pidfd_send_signal(self._warden, signal.SIGKILL)
 
     def census(self, timeout_s: float = 5.0) -> Census:
         """Raises CandidateError when the worker has ended."""
@@ -138,11 +118,12 @@ class Ward:
             with contextlib.suppress(OSError):
                 self._control.sendall(b"end\n")
             self._await_end(END_S)
-        self.ended = self.ended or End(None)
-        self._bury()
         if self._statm is not None:
             os.close(self._statm)
             self._statm = None
+        reported, self.ended = self.ended is not None, self.ended or End(None)
+        if self._warden >= 0:
+            self._bury(reported)
         return self.ended
 
     def _await_end(self, timeout_s: float) -> None:
@@ -150,14 +131,14 @@ class Ward:
         while self.ended is None and self._line(deadline - time.monotonic()):
             pass
 
-    def _bury(self) -> None:
-        """Reaps the warden; one that was killed leaves it to this end to kill what it watched."""
+    def _bury(self, reported: bool) -> None:
+        """Waits for the warden's end; one that was killed leaves it to this end to kill what it watched."""
         self._control.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_S)
-        if self._process.returncode != 0:
-            self._process.kill()
+        if not self._warden_ends(END_S) or not reported:
+            self._kill_warden()
             procfs.kill(procfs.marked(f"{MARKER}={self._marker}"))
+        os.close(self._warden)
+        self._warden = -1
 
     def _expect(self, key: str, timeout_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
@@ -166,7 +147,7 @@ class Ward:
                 return line
             if self.ended is not None:
                 raise self.ended.error()
-        self._process.kill()
+        self._kill_warden()
         raise ProtocolError("a worker's warden did not answer")
 
     def _line(self, timeout_s: float) -> dict[str, Any]:
@@ -186,9 +167,3 @@ class Ward:
         if "end" in line:
             self.ended = End(**line["end"])
         return line
-
-
-def folders(own: Path) -> dict[str, str]:
-    """A worker writes, compiles and caches in a folder of its own, which ends with it."""
-    names = ("HOME", "TMPDIR", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-    return {name: str(own) for name in names}

@@ -1,9 +1,9 @@
 """The warden: one small process a worker, which starts it, watches it, ends it with everything it started, and says how it
-ended. It runs no candidate code and imports no more than the standard library.
+ended. It runs no candidate code and needs no more than the standard library.
 
-`python -m tideforge.engine.warden --control FD --worker FD --log FILE --scratch DIR --memory BYTES`. Over `control`, one JSON
-object a line: {"pid"} first; for each line "census" what runs now; {"end"} last, when the worker has ended or `control` got
-"end" or was closed. So a worker outlives neither the authority nor its warden.
+The nursery forks it, and it forks the worker. Over its control socket, one JSON object a line: {"pid"} first; for each line
+"census" what runs now; {"end"} last, when the worker has ended or the socket got "end" or was closed. So a worker outlives
+neither the authority nor its warden.
 
 Everything below the worker dies with it, sessions of its own included: by a process namespace where one can be made, else
 as descendants of the warden, which adopts what loses its parent.
@@ -11,20 +11,21 @@ as descendants of the warden, which adopts what loses its parent.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import selectors
 import shutil
 import signal
 import socket
-import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tideforge.engine import procfs
+from tideforge.engine.forked import close_all_but, reset_signals, run_as_program, take_over
 from tideforge.engine.guard import adopt_orphans, die_with_parent, enter_pid_namespace
 from tideforge.engine.tracer import Tracer
 
@@ -44,10 +45,25 @@ KILL_S = 30.0  # a process whose GPU hangs may take this long to die
 _WALL = 0x40000000  # waitid(2): also threads that are traced
 
 
+@dataclasses.dataclass(frozen=True)
+class Charge:
+    """What a warden is told of its worker."""
+
+    log: str  # where the head of the worker's output goes
+    scratch: str  # the worker's folder, removed at its end
+    memory_bytes: int  # what it may hold on the host
+    environment: dict[str, str]
+    device: str = "cpu"  # where it computes
+
+    @classmethod
+    def of(cls, header: Mapping[str, Any]) -> Charge:
+        return cls(**{field.name: header[field.name] for field in dataclasses.fields(cls)})
+
+
 class Warden:
-    def __init__(self, control: socket.socket, log: Path, scratch: Path, memory_bytes: int, device: str) -> None:
-        self.device = device
-        self.control, self.log, self.scratch, self.memory_bytes = control, log, scratch, memory_bytes
+    def __init__(self, control: socket.socket, charge: Charge) -> None:
+        self.control, self.charge = control, charge
+        self.log, self.scratch, self.memory_bytes = Path(charge.log), Path(charge.scratch), charge.memory_bytes
         self.verdict, self.why = "", ""
         self.code: int | None = None
         self.ending = False
@@ -68,18 +84,34 @@ class Warden:
         self.selector.register(self.output, selectors.EVENT_READ, self._read_output)
         self.selector.register(self.control, selectors.EVENT_READ, self._obey)
 
-    def start(self, command: list[str]) -> None:
+    def start(self, worker_fd: int, live: Callable[[int], None]) -> None:
         adopt_orphans()
         # CUDA reads /proc by its own process id, so a namespace that keeps the old /proc breaks it: descendants are adopted.
-        self.first = start_first() if self.device == "cpu" and enter_pid_namespace() else None
+        self.first = start_first() if self.charge.device == "cpu" and enter_pid_namespace() else None
         hold, release = os.pipe2(os.O_CLOEXEC)
         self.worker = os.fork()
         if self.worker == 0:
-            become(command, hold, release, self.worker_output)
+            run_as_program(lambda: self._become(worker_fd, hold, release, live))
         self.tracer = Tracer(self.worker, WEIGHTS)
-        for fd in (hold, release, self.worker_output):
+        for fd in (hold, release, self.worker_output, worker_fd):
             os.close(fd)
         self._say({"pid": self.worker})
+
+    def _become(self, worker_fd: int, hold: int, release: int, live: Callable[[int], None]) -> None:
+        """In the forked child: waits until it is traced, then leads the worker's life."""
+        die_with_parent()
+        os.setsid()
+        os.close(release)
+        os.read(hold, 1)  # until the warden has closed its end
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(self.worker_output, 1)
+        os.dup2(self.worker_output, 2)
+        close_all_but({0, 1, 2, worker_fd})
+        reset_signals()
+        take_over("tideforge.engine.worker", ("--fd", str(worker_fd)), self.charge.environment)
+        with open("/proc/self/oom_score_adj", "w") as file:  # short of memory, the kernel takes a worker first
+            file.write("1000")
+        live(worker_fd)
 
     def run(self) -> None:
         while self.code is None and not self.ending:
@@ -209,30 +241,18 @@ def start_first() -> int:
     """The first process of a new namespace: it only reaps, and takes everything in there with it."""
     pid = os.fork()
     if pid == 0:
-        die_with_parent()
-        os.setsid()
-        os.closerange(0, 4096)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        while True:
-            signal.pause()
+        run_as_program(only_reap)
     return pid
 
 
-def become(command: list[str], hold: int, release: int, output: int) -> None:
-    """In the forked child: waits until it is traced, then becomes the worker. Never returns."""
-    try:
-        os.close(release)
-        os.setsid()
-        os.read(hold, 1)  # until the warden has closed its end
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        with open("/proc/self/oom_score_adj", "w") as file:  # short of memory, the kernel takes a worker first
-            file.write("1000")
-        os.execv(command[0], command)
-    finally:
-        os._exit(127)
+def only_reap() -> None:
+    die_with_parent()
+    os.setsid()
+    close_all_but(())
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        signal.pause()
 
 
 def append(log: Path, text: bytes) -> None:
@@ -243,24 +263,15 @@ def append(log: Path, text: bytes) -> None:
             file.write(text)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="start, watch and end one worker")
-    parser.add_argument("--control", type=int, required=True, help="inherited socket to the authority")
-    parser.add_argument("--worker", type=int, required=True, help="inherited socket that the worker gets")
-    parser.add_argument("--log", type=Path, required=True, help="where the head of the worker's output goes")
-    parser.add_argument("--scratch", type=Path, required=True, help="the worker's folder, removed at its end")
-    parser.add_argument("--memory", type=int, required=True, help="bytes that the worker may hold on the host")
-    parser.add_argument("--device", default="cpu", help="where the worker computes")
-    args = parser.parse_args()
-    os.set_inheritable(args.control, False)
-    with socket.socket(fileno=args.control) as control:
-        warden = Warden(control, args.log, args.scratch, args.memory, args.device)
-        args.scratch.mkdir(parents=True, exist_ok=True)
-        os.chdir(args.scratch)
-        warden.start([sys.executable, "-P", "-m", "tideforge.engine.worker", "--fd", str(args.worker)])
-        os.close(args.worker)
+def watch(control_fd: int, worker_fd: int, charge: Charge, live: Callable[[int], None]) -> None:
+    """A warden's whole life, in a process that was just forked; its worker leads `live(worker_fd)`."""
+    os.setsid()
+    close_all_but({0, 1, 2, control_fd, worker_fd})
+    take_over("tideforge.engine.warden", (), charge.environment)
+    scratch = Path(charge.scratch)
+    scratch.mkdir(parents=True, exist_ok=True)
+    os.chdir(scratch)
+    with socket.socket(fileno=control_fd) as control:
+        warden = Warden(control, charge)
+        warden.start(worker_fd, live)
         warden.run()
-
-
-if __name__ == "__main__":
-    main()

@@ -5,7 +5,6 @@ It imports nothing but torch, numpy and this package's engine. What it says abou
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import fcntl
@@ -22,13 +21,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tideforge.engine import contract, memory, protocol
 from tideforge.engine import device as device_memory
 from tideforge.engine.faults import fault
-from tideforge.engine.guard import die_with_parent, limit_data
+from tideforge.engine.guard import limit_data
 from tideforge.engine.runner import GraphShape, Runner
 from tideforge.errors import CandidateError, PeerGone
 
@@ -96,6 +96,18 @@ def exclusive(path: str) -> Iterator[None]:
         yield
 
 
+class Laps:
+    """Where the time goes, by the name that each part is ended with."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name], self._since = now - self._since, now
+
+
 class Worker:
     """Attached to memory first (as a spare), then given one forward, then stepped until its socket closes."""
 
@@ -121,7 +133,7 @@ class Worker:
 
     def attach(self, message: protocol.Message) -> None:
         """Maps weights and arena; after this a stage costs an import and a build only."""
-        head = message.header
+        head, laps = message.header, Laps()
         if head.get("cpus"):
             os.sched_setaffinity(0, head["cpus"])
         torch.set_num_threads(int(head["threads"]))
@@ -132,16 +144,19 @@ class Worker:
         self.device = torch.device(head["device"])
         if self.device.type != "cpu":
             device_memory.prepare(self.device)
+        laps.end("context")
         self.weights = map_weights(message.fds[0], head["bytes"], head["entries"], self.dtype, self.device)
         self.group, self.logits = map_arena(message.fds[1], self.layout, self.device)
+        laps.end("map")
         if head["rehearse"]:
             with exclusive(head["clock"]):
                 self._rehearse(Path(head["rehearse"]["folder"]), head["rehearse"]["kernels"])
+        laps.end("rehearse")
         if self.device.type == "cpu" and head["memory_bytes"]:  # CUDA reserves more than any limit
             limit_data(int(head["memory_bytes"]))
         for fd in message.fds:
             os.close(fd)
-        protocol.send(self.sock, {"type": "ready", "pid": os.getpid()})
+        protocol.send(self.sock, {"type": "ready", "pid": os.getpid(), "seconds": laps.seconds})
 
     def _rehearse(self, folder: Path, kernels: str) -> None:
         """Runs a trusted forward once on the dummy page, so that libraries and their kernels are loaded; then forgets it.
@@ -205,16 +220,17 @@ class Worker:
         """It came too late: the step is over."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="run one forward for the engine")
-    parser.add_argument("--fd", type=int, required=True, help="inherited socket to the authority")
-    args = parser.parse_args()
-    die_with_parent()
+def draw_anew() -> None:
+    """Seeds what would else give the same numbers in all workers that one process forked; `random` does so itself."""
+    np.random.seed()
+    torch.default_generator.seed()
+
+
+def live(fd: int) -> None:
+    """A worker's whole life: `fd` is its socket to the authority. Its warden has just forked it."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_OUTPUT_BYTES, MAX_OUTPUT_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with socket.socket(fileno=args.fd) as sock:
+    os.set_inheritable(fd, False)
+    draw_anew()
+    with socket.socket(fileno=fd) as sock:
         Worker(sock).run()
-
-
-if __name__ == "__main__":
-    main()

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from tideforge.engine.forward import Forward
+from tideforge.engine.lab import worker_environment
+from tideforge.engine.spawn import Nursery
 from tideforge.errors import CandidateError
 
 # A child without this one's environment, in a session of its own, whose parent is gone.
@@ -38,14 +40,26 @@ def become(seconds: str, count: int) -> bool:
     return found == count
 
 
+def levels(pid: int) -> int:
+    """How many process namespaces it is in."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(len(line.split()) - 1 for line in lines if line.startswith("NSpid:"))
+
+
 @pytest.fixture(params=["namespace", "descendants"])
 def worker(request, lab, tmp_path, monkeypatch):
     if request.param == "descendants":
         (tmp_path / "sitecustomize.py").write_text(WITHOUT_NAMESPACES)
         monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        nursery = Nursery(lab.nursery.log, worker_environment(1))
+        monkeypatch.setattr(lab, "nursery", nursery)
     worker = lab.spare(lab.arena("w"))
+    if request.param == "descendants":
+        assert levels(worker.pid) == levels(os.getpid())
     yield worker
     lab.release(worker)
+    if request.param == "descendants":
+        nursery.close()
 
 
 def orphan(seconds: str, environment: str = "{}") -> Forward:
@@ -65,12 +79,13 @@ def test_all_ends_when_the_authority_is_gone(lab, worker):
     assert become("62.25", 1)
     worker.ward._control.close()  # what the kernel does when it dies
     assert become("62.25", 0)
-    assert worker.ward._process.wait(10) == 0
+    assert worker.ward._warden_ends(10) and not list((lab.settings.state / "scratch").iterdir())
 
 
 def test_all_ends_when_the_warden_is_killed(lab, worker):
     lab.stage(worker, orphan("63.25", "None"))
-    os.kill(worker.ward._process.pid, signal.SIGKILL)
+    worker.ward._kill_warden()
+    assert worker.ward._warden_ends(10)
     with pytest.raises(CandidateError) as caught:
         lab.stage(worker, orphan("63.25"))
     assert caught.value.outcome == "crashed" and become("63.25", 0)
