@@ -22,6 +22,9 @@ from tideforge.engine import protocol, warden, worker
 from tideforge.engine.forked import run_as_program
 from tideforge.errors import PeerGone
 
+# triton imports the latter when it compiles its first kernel.
+COMPILER = ("triton", "triton.compiler.code_generator", "triton.language.extra.cuda", "triton.language.extra.libdevice")
+
 
 def serve(sock: socket.socket) -> None:
     """Raises PeerGone at the end of the socket. In the forked processes this never returns."""
@@ -56,8 +59,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="fork wardens and their workers")
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the authority")
     args = parser.parse_args()
-    with contextlib.suppress(ImportError):  # a forward that needs it says so itself
-        importlib.import_module("triton")
+    for name in COMPILER:
+        with contextlib.suppress(ImportError):  # a forward that needs it says so itself
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # so that collections in the children leave the shared pages alone
     with socket.socket(fileno=args.fd) as sock, contextlib.suppress(PeerGone):

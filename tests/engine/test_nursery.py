@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -33,7 +34,7 @@ def spare(lab):
 
     yield start
     for worker in workers:
-        lab.release(worker)
+        lab.release(worker)  # again, where a test has done so
 
 
 def told(lab, worker, expression: str) -> object:
@@ -151,6 +152,19 @@ def test_threads_are_as_the_settings_say(lab):
         assert worker.ward.census().threads == before + 1
     finally:
         two.close()
+
+
+def test_a_spare_is_ready(lab, spare):
+    """`pytest -s` shows how soon."""
+    spare()
+    taken = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        worker = spare()
+        taken.append(1000 * (time.perf_counter() - begin))
+        assert worker.alive
+        lab.release(worker)
+    print(f"\nfrom lab.spare to ready: median {statistics.median(taken):.0f} ms, most {max(taken):.0f}")
 
 
 def test_a_worker_outlives_the_nursery_and_the_next_has_another(lab, spare, plain):
