@@ -67,7 +67,7 @@ class Nursery:
         own = scratch.resolve() / marker
         charge = Charge(
             log=str(self.log.resolve()), scratch=str(own), memory_bytes=memory_bytes, device=device,
-            environment={MARKER: marker, **environment, **folders(own)},
+            environment={MARKER: marker, **environment, **folders(own)},  # the mark first: what /proc shows may be cut
         )  # fmt: skip
         for _ in range(TRIES):
             with contextlib.suppress(PeerGone):

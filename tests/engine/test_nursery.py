@@ -188,12 +188,16 @@ time.sleep(60)
 """
 
 
-def test_nothing_outlives_an_authority_that_is_killed(lab):
+@pytest.mark.parametrize("alone", [False, True])
+def test_nothing_outlives_an_authority_that_is_killed(lab, alone):
+    """`alone`: the nursery died before."""
     command = [sys.executable, "-c", AUTHORITY, str(lab.settings.state), str(lab.settings.model)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as authority:
         assert authority.stdout is not None
         pids = [int(word) for word in authority.stdout.readline().split()]
         pids += [parent(pids[1])]
+        if alone:
+            os.kill(pids[0], signal.SIGKILL)
         authority.kill()
     assert len(pids) == 3 and gone(pids)
 
