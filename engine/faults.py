@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from tideforge.engine.contract import Batch
 
+T = TypeVar("T")
 NO_HOST_MEMORY = "can't allocate memory"  # torch's CPU allocator raises a plain RuntimeError with these words
 
 
@@ -27,6 +29,16 @@ def fault(otherwise: str, error: Exception) -> CandidateError:
     elif isinstance(error, OSError) and error.errno == errno.EFBIG:  # RLIMIT_FSIZE
         otherwise = "too_much_output"
     return CandidateError(otherwise, last_line(error))
+
+
+def observe(action: Callable[[], T], outcome: str) -> T:
+    """What candidate code raises, as CandidateError with the outcome that was observed."""
+    try:
+        return action()
+    except CandidateError:
+        raise
+    except Exception as error:
+        raise fault(outcome, error) from error
 
 
 def last_line(error: BaseException) -> str:

@@ -1,4 +1,7 @@
-"""Sampling on the device. A row's token depends on its own logits, seed and position only, never on the batch."""
+"""Sampling on the device. A row's token depends on its own logits, seed and position only, never on the batch.
+
+Everything here can be captured: no shape and no launch depends on a value, so greedy rows beside drawn ones are drawn too.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +15,22 @@ def sample(logits: Tensor, temperatures: Tensor, top_ps: Tensor, seeds: Tensor, 
     temperature 0 takes the largest logit (the first of equals). A row that holds NaN gives -1: it was left untouched
     or went wrong, and no token of it may be emitted.
     """
+    drawn = draw(logits, torch.where(temperatures > 0, temperatures, 1), top_ps, counter_uniform(seeds, positions))
     tokens = greedy(logits)
-    rows = ((temperatures > 0) & (tokens >= 0)).nonzero().squeeze(-1)
-    if len(rows):
-        uniform = counter_uniform(seeds[rows], positions[rows])
-        tokens[rows] = draw(logits[rows], temperatures[rows], top_ps[rows], uniform)
-    return tokens
+    return torch.where((temperatures > 0) & (tokens >= 0), drawn, tokens)
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """logits [N, V] -> tokens [N] int64: `sample` at temperature 0. It can be captured: nothing depends on the values."""
+    """logits [N, V] -> tokens [N] int64: `sample` at temperature 0."""
     largest, tokens = logits.max(dim=-1)
     return torch.where(torch.isnan(largest), -1, tokens)
 
 
 def draw(logits: Tensor, temperatures: Tensor, top_ps: Tensor, uniform: Tensor) -> Tensor:
     """Inverts the cumulative distribution of the nucleus: the smallest set of likeliest tokens that reaches top_p."""
-    scaled = (logits.double() - logits.double().max(-1, keepdim=True).values) / temperatures.double().unsqueeze(-1)
-    probabilities, order = torch.softmax(scaled, dim=-1).sort(dim=-1, descending=True, stable=True)
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    above = ordered.double() - ordered[:, :1].double()
+    probabilities = torch.softmax(above / temperatures.double().unsqueeze(-1), dim=-1)
     cumulative = probabilities.cumsum(-1)
     kept = (cumulative - probabilities) < top_ps.double().unsqueeze(-1)
     kept[:, 0] = True

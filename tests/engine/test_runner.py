@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from tideforge.engine.core import EngineCore
 from tideforge.engine.executor import Sampled, step_arrays, step_scalars
 from tideforge.engine.local import LocalExecutor, LocalMemory
 from tideforge.engine.runner import GraphShape, StepTensors
-from tideforge.engine.scheduler import Request
+from tideforge.engine.scheduler import Request, Sampling
 
 
 class Padded:
@@ -30,7 +32,7 @@ class Padded:
         shape = min(fitting)
         self.used.append(shape)
         self.tensors[shape].load(arrays, shape.prefill)
-        tokens = self.inner.runner.compute(self.tensors[shape], shape.scalars, greedy=True)
+        tokens = self.inner.runner.compute(self.tensors[shape], shape.scalars)
         return [Sampled(tokens[: len(arrays["logits_indices"])].tolist())]
 
     def halt(self) -> None:
@@ -74,6 +76,61 @@ def test_a_blank_step_touches_the_dummy_page_only(tiny, plain, tmp_path, shape) 
     executor = LocalExecutor(plain, memory)
     tensors = StepTensors.blank(shape, memory.group.block_size, torch.device("cpu"))
     assert int(tensors.query_start_loc[-1]) == shape.tokens
-    assert executor.runner.compute(tensors, shape.scalars, greedy=True).shape == (shape.rows,)
+    assert executor.runner.compute(tensors, shape.scalars).shape == (shape.rows,)
     for plane in (*memory.group.keys, *memory.group.values):
         assert plane[0].any() and not plane[1:].any()
+
+
+def mixed(executor: LocalExecutor, settings: Settings, decode_steps: int) -> list[tuple[str, int, int]]:
+    """Tokens of five requests, two of them greedy; the longest ends where the largest graph's context does."""
+    core = EngineCore(
+        dataclasses.replace(settings.limits, decode_steps=decode_steps), BlockPool(64, settings.block_size)
+    )
+    core.attach("f", executor)
+    for i, (length, temperature) in enumerate(((3, 0.0), (40, 0.8), (7, 1.3), (1, 0.0), (20, 0.5))):
+        prompt = tuple(range(4 + i, 4 + i + length))
+        core.add(Request(str(i), prompt, 65 - length, Sampling(temperature, 0.9, seed=i), forward="f"))
+    events = []
+    while core.has_work():
+        events += core.step()
+    return sorted((e.request_id, e.index, e.token) for e in events)
+
+
+@pytest.mark.parametrize("decode_steps", [1, 7])
+def test_graphs_draw_the_tokens_of_the_plain_path(tiny, plain, tmp_path, decode_steps) -> None:
+    settings = Settings(state=tmp_path, model=tiny, num_blocks=64, limits=Limits(6, 32, 128))
+    expected = mixed(LocalExecutor(plain, LocalMemory(settings)), settings, 1)
+    executor = LocalExecutor(plain, LocalMemory(settings))
+    executor.runner.capture([GraphShape(False, 6, 6, 64), GraphShape(True, 32, 6, 64)])
+    executor.runner._plainly = None  # no step may take it
+    assert mixed(executor, settings, decode_steps) == expected
+    assert all(graph.sampling is not None for graph in executor.runner.graphs.values())
+
+
+def test_greedy_steps_make_no_graph_for_sampling(tiny, plain, tmp_path) -> None:
+    settings = Settings(state=tmp_path, model=tiny, num_blocks=64, limits=Limits(6, 32, 128))
+    executor = LocalExecutor(plain, LocalMemory(settings))
+    executor.runner.capture(SHAPES)
+    core = EngineCore(settings.limits, BlockPool(64, settings.block_size))
+    core.attach("f", executor)
+    core.add(Request("r", (5, 6, 7), 8, forward="f"))
+    while core.has_work():
+        assert core.step()
+    assert [graph.sampling for graph in executor.runner.graphs.values()] == [None] * len(SHAPES)
+
+
+def test_the_smallest_graph_that_holds_a_step_is_taken(tiny, plain, tmp_path) -> None:
+    settings = Settings(state=tmp_path, model=tiny, num_blocks=64, limits=Limits(6, 32, 128))
+    runner = LocalExecutor(plain, LocalMemory(settings)).runner
+    runner.capture(SHAPES)
+
+    def chosen(prefills: int, tokens: int, rows: int, context: int):
+        arrays = {"input_ids": [0] * tokens, "seq_lens": [1] * rows}
+        graph = runner._graph_for({"num_prefills": prefills, "max_seq_len": context}, arrays)
+        return graph and graph.shape
+
+    assert chosen(0, 2, 2, 32) == SHAPES[0]
+    assert chosen(0, 2, 2, 64) == chosen(0, 3, 3, 16) == SHAPES[1]
+    assert chosen(1, 5, 4, 32) == SHAPES[2]
+    assert chosen(1, 9, 1, 16) == SHAPES[3]
+    assert chosen(0, 7, 7, 16) is None and chosen(1, 33, 1, 64) is None and chosen(0, 1, 1, 128) is None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tideforge.engine.sampler import counter_uniform, sample
 
@@ -73,3 +76,30 @@ def test_the_mixer_gives_splitmix64s_published_stream() -> None:
 
     # First output of SplitMix64 from state 0, as in the reference implementation by Vigna (prng.di.unimi.it).
     assert int(_mix(torch.tensor([0]))[0]) & ((1 << 64) - 1) == 0xE220A8397B1DCDAF
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.7, 0.9), (1.0, 1.0), (1.8, 0.3), (0.05, 0.99)])
+def test_tokens_are_those_of_the_definition(temperature: float, top_p: float) -> None:
+    """Each row by itself in numpy: sort, cut the nucleus, look the drawn share up."""
+    rows = logits(64) * 2
+    seeds, positions = torch.full((64,), 9), torch.arange(64)
+    uniform = counter_uniform(seeds, positions).numpy()
+    expected = []
+    for row, share in zip(rows.double().numpy(), uniform, strict=True):
+        order = np.argsort(-row, kind="stable")
+        weights = np.exp((row[order] - row.max()) / temperature)
+        weights /= weights.sum()
+        kept = [True, *(np.cumsum(weights)[:-1] < top_p)]
+        nucleus = np.cumsum(weights * kept)
+        expected.append(order[np.searchsorted(nucleus, share * nucleus[-1], side="right")])
+    drawn = sample(rows, torch.full((64,), temperature), torch.full((64,), top_p), seeds, positions)
+    assert drawn.tolist() == expected
+
+
+def test_nothing_depends_on_values_so_that_a_capture_can_hold_it() -> None:
+    """Tensors without values: whatever asks for one, or makes a shape of one, raises here as it would under capture."""
+    with FakeTensorMode() as mode:
+        rows, *settings = (mode.from_tensor(tensor) for tensor in (logits(4), *args(4, 0.7)))
+        assert sample(rows, *settings).shape == (4,)
+        with pytest.raises(Exception, match="nonzero"):
+            (rows > 0).nonzero()
