@@ -24,6 +24,7 @@ from tideforge.data.profile_records import (
     Lengths,
     Prefixes,
     Profile,
+    Turns,
     bin_edges,
 )
 from tideforge.data.readers import connect, read_logs
@@ -91,6 +92,7 @@ def make_profile(db: duckdb.DuckDBPyConnection) -> Profile:
         hours=groups_of(db, "hour", cells),
         prefixes=prefixes_of(db),
         tenants=ask(db, "prefixes")[0]["tenants"],
+        turns=turns_of(db),
     )
 
 
@@ -165,9 +167,12 @@ def ranked(ordered: Sequence[int], probability: float) -> int:
     return ordered[min(len(ordered) - 1, math.ceil(probability * len(ordered)) - 1)]
 
 
+def rates() -> dict[str, Any]:
+    return {"prefill_us_per_token": PREFILL_US_PER_TOKEN, "decode_us_per_token": DECODE_US_PER_TOKEN}
+
+
 def concurrency_rows(db: duckdb.DuckDBPyConnection) -> list[dict[str, Any]]:
-    rates = {"prefill_us_per_token": PREFILL_US_PER_TOKEN, "decode_us_per_token": DECODE_US_PER_TOKEN}
-    return ask(db, "concurrency", rates)
+    return ask(db, "concurrency", rates())
 
 
 def concurrency_of(db: duckdb.DuckDBPyConnection, measured: int) -> Concurrency:
@@ -196,6 +201,17 @@ def prefixes_of(db: duckdb.DuckDBPyConnection) -> Prefixes:
     return Prefixes(
         cached_share=row["cached_tokens"] / row["prompt_tokens"] if row["prompt_tokens"] else None,
         repeated_share=1 - row["distinct_blocks"] / row["blocks"] if row["blocks"] else None,
+    )
+
+
+def turns_of(db: duckdb.DuckDBPyConnection) -> Turns | None:
+    row = ask(db, "turns", {**rates(), **probabilities()})[0]
+    if not row["later_turns"]:
+        return None
+    return Turns(
+        continued_share=row["later_turns"] / row["requests"],
+        new_tokens=dict(zip(NAMES, row["new_tokens"], strict=True)),
+        think_s={name: us / 1e6 for name, us in zip(NAMES, row["think_us"], strict=True)},
     )
 
 

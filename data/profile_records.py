@@ -71,6 +71,16 @@ class Prefixes(Record):
     repeated_share: float | None = Field(description="prompt blocks that had occurred before in the log")
 
 
+class Turns(Record):
+    """Conversations, where prompt blocks show which request goes on with which earlier one."""
+
+    continued_share: float = Field(description="requests that a later turn goes on with")
+    new_tokens: dict[str, int] = Field(description="quantiles: what a later turn adds to the last prompt and answer")
+    think_s: dict[str, float] = Field(
+        description="quantiles: from the last answer's end to the later turn; `rule` as above"
+    )
+
+
 class Profile(Record):
     version: int = VERSION
     bins_per_octave: int = BINS_PER_OCTAVE
@@ -90,9 +100,10 @@ class Profile(Record):
     hours: dict[str, Group]
     prefixes: Prefixes
     tenants: int
+    turns: Turns | None = None  # None: the log shows no conversations
 
     def to_json(self) -> bytes:
-        return canonical_json(self.model_dump(mode="json"))
+        return canonical_json(self.model_dump(mode="json", exclude=None if self.turns else {"turns"}))
 
     @property
     def sha256(self) -> str:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from tideforge.data.distribution import outputs, prompts, rank_correlation
-from tideforge.data.profile_records import Profile, bin_edges
-from tideforge.data.workload import RequestShape, Workload
+from tideforge.data.profile_records import Profile, Turns, bin_edges
+from tideforge.data.workload import RequestShape, Turn, Workload
 from tideforge.errors import UserError
+
+MOST_TURNS = 16  # of a conversation: one that never ends would decide a replay
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +69,8 @@ def sample_workload(
     search, held_out = lengths[:search_count], lengths[search_count:]
     return Workload(
         users=users,
-        search=shapes(search, search_output_tokens, profile, generator),
-        held_out=shapes(held_out, output_tokens, profile, generator),
+        search=shapes(search, search_output_tokens, profile, mapping, generator),
+        held_out=shapes(held_out, output_tokens, profile, mapping, generator),
         corpus=tuple(int(token) for token in corpus_ids),
         profile=profile.sha256,
         seed=seed,
@@ -91,14 +93,32 @@ def drawn_prompts(profile: Profile, count: int, generator: np.random.Generator) 
 
 
 def shapes(
-    lengths: Sequence[int], output_tokens: int, profile: Profile, generator: np.random.Generator
+    lengths: Sequence[int], output_tokens: int, profile: Profile, mapping: PromptMap, generator: np.random.Generator
 ) -> tuple[RequestShape, ...]:
-    """Arrivals are a Poisson process at the profile's mean rate, from 0."""
+    """Arrivals are a Poisson process at the profile's mean rate, from 0; conversations as in the profile, if it has any."""
     gaps = -np.log1p(-generator.random(len(lengths))) / profile.arrivals.mean_per_s
     arrivals = np.cumsum(gaps) - gaps[0]
+    scale = mapping.scaled(profile.prompt.quantiles["p50"]) / profile.prompt.quantiles["p50"]
     return tuple(
-        RequestShape(length, output_tokens, round(float(at), 6)) for length, at in zip(lengths, arrivals, strict=True)
+        RequestShape(length, output_tokens, round(float(at), 6), turns(profile.turns, scale, output_tokens, generator))
+        for length, at in zip(lengths, arrivals, strict=True)
     )
+
+
+def turns(profile: Turns | None, scale: float, output_tokens: int, generator: np.random.Generator) -> tuple[Turn, ...]:
+    """Later turns, one with the profile's probability after each, with lengths scaled and pauses drawn between its quantiles."""
+    drawn: list[Turn] = []
+    while profile and len(drawn) < MOST_TURNS - 1 and generator.random() < profile.continued_share:
+        tokens = between(profile.new_tokens, generator.random()) * scale
+        think_s = round(between(profile.think_s, generator.random()), 3)
+        drawn.append(Turn(max(1, round(tokens)), output_tokens, think_s))
+    return tuple(drawn)
+
+
+def between(quantiles: Mapping[str, float], share: float) -> float:
+    """Value at `share` of the distribution, linear between the quantiles that are known ("p50": ...)."""
+    known = sorted((float(name[1:]) / 100, value) for name, value in quantiles.items())
+    return float(np.interp(share, [at for at, _ in known], [value for _, value in known]))
 
 
 def ks_prompts(profile: Profile, mapping: PromptMap, lengths: Sequence[int]) -> float:
@@ -142,6 +162,12 @@ def notes(
     ]
     if profile.prefixes.repeated_share is not None:
         lines.append(
-            f"shared prefixes ({profile.prefixes.repeated_share:.0%} of the profile's blocks) are not replayed"
+            f"shared prefixes ({profile.prefixes.repeated_share:.0%} of the profile's blocks) are replayed between the "
+            "turns of a conversation only"
+        )
+    if profile.turns is not None:
+        lines.append(
+            f"{profile.turns.continued_share:.0%} of the requests have a later turn, drawn independently, {MOST_TURNS} turns "
+            "at most; what a turn adds is scaled as the median prompt is; loads without conversations replay first turns only"
         )
     return tuple(lines)

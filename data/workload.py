@@ -7,16 +7,40 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """A later turn of a conversation: `think_s` after the last answer its user adds `new_tokens` to all that was said."""
+
+    new_tokens: int
+    output_tokens: int
+    think_s: float
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestShape:
-    """One request to replay. `arrival_s` counts from the start of the replay; closed load ignores it."""
+    """One request to replay, or with `turns` the first of a conversation.
+
+    `arrival_s` counts from the start of the replay; closed load ignores it.
+    """
 
     prompt_tokens: int
     output_tokens: int
     arrival_s: float = 0.0
+    turns: tuple[Turn, ...] = ()
+
+    @property
+    def context_tokens(self) -> int:
+        """At the end of its last turn."""
+        return self.prompt_tokens + self.output_tokens + sum(t.new_tokens + t.output_tokens for t in self.turns)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> RequestShape:
+        return cls(**{**raw, "turns": tuple(Turn(**turn) for turn in raw.get("turns", ()))})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +66,7 @@ class Workload:
     def from_json(cls, text: str) -> Workload:
         raw = json.loads(text)
         for part in ("search", "held_out"):
-            raw[part] = tuple(RequestShape(**shape) for shape in raw[part])
+            raw[part] = tuple(RequestShape.from_dict(shape) for shape in raw[part])
         raw["corpus"], raw["notes"] = tuple(raw["corpus"]), tuple(raw["notes"])
         return cls(**raw)
 

@@ -225,3 +225,26 @@ def test_a_silence_of_years_is_closed_up_and_hours_stay(tmp_path):
     assert one.closed_days == 0 and two.closed_days == 3 * 365 + 1
     assert two.span_s < 86400 and two.concurrency.most == one.concurrency.most
     assert set(two.hours) == {*one.hours, *profile_of(datetime.datetime(2026, 5, 1, 15, tzinfo=utc)).hours}
+
+
+def test_conversations_are_known_by_their_prefixes(tmp_path: Path) -> None:
+    rows = [
+        at(0, prompt_tokens=20, output_tokens=5, prefix_hashes=[1, 2], latency_ms=1000.0),
+        at(
+            1, prompt_tokens=22, output_tokens=5, prefix_hashes=[1, 3]
+        ),  # the same system prompt, somebody else's question
+        at(11, prompt_tokens=32, output_tokens=5, prefix_hashes=[1, 2, 4], latency_ms=2000.0),  # goes on with the first
+        at(12, prompt_tokens=34, output_tokens=5, prefix_hashes=[1, 2, 5]),  # a branch: begins anew
+        at(18, prompt_tokens=41, output_tokens=5, prefix_hashes=[1, 2, 4, 6]),  # third turn
+        at(30, prompt_tokens=44, output_tokens=5, prefix_hashes=[1, 2, 4, 6]),  # too short for the third turn's answer
+        at(31, prompt_tokens=44, output_tokens=5),
+    ]
+    turns = profile_logs([str(log(tmp_path / "a.parquet", rows))]).turns
+    assert turns is not None and turns.continued_share == 2 / 6
+    assert (turns.new_tokens["p50"], turns.new_tokens["p99"]) == (4, 7)
+    assert (turns.think_s["p50"], turns.think_s["p99"]) == (5.0, 10.0)
+
+
+def test_without_conversations_a_profile_keeps_its_bytes(azure: Profile) -> None:
+    assert azure.turns is None and b"turns" not in azure.to_json()
+    assert Profile.from_json(azure.to_json()) == azure

@@ -11,11 +11,11 @@ import pytest
 
 from tideforge.data.drift import detect
 from tideforge.data.profile import make_profile, profile_logs
-from tideforge.data.profile_records import Profile
+from tideforge.data.profile_records import Profile, Turns
 from tideforge.data.readers import connect
 from tideforge.data.sample import PromptMap, ks_prompts, sample_workload
 from tideforge.data.schema import REQUESTS_SCHEMA
-from tideforge.data.workload import Workload
+from tideforge.data.workload import Turn, Workload
 from tideforge.errors import UserError
 
 
@@ -96,6 +96,30 @@ def test_bad_numbers_are_named(azure: Profile) -> None:
         sample(azure, prompt_tokens=(32, 16))
     with pytest.raises(UserError, match="corpus"):
         sample(azure, corpus_ids=range(100))
+
+
+def test_conversations_are_sampled_where_the_profile_has_them(azure: Profile) -> None:
+    assert not any(shape.turns for shape in sample(azure).held_out)
+    turns = Turns(continued_share=0.5, new_tokens={"p1": 130, "p99": 260}, think_s={"p1": 2.0, "p99": 4.0})
+    talks = sample(azure.model_copy(update={"turns": turns}), held_out_requests=2000, prompt_tokens=(100, 400))
+    later = [turn for shape in talks.held_out for turn in shape.turns]
+    assert 0.9 < len(later) / len(talks.held_out) < 1.1, "half of all go on, so one later turn each on average"
+    assert max(len(shape.turns) for shape in talks.held_out) <= 15
+    scale = sorted(shape.prompt_tokens for shape in talks.held_out)[1000] / azure.prompt.quantiles["p50"]
+    assert {turn.output_tokens for turn in later} == {48} and all(2 <= turn.think_s <= 4 for turn in later)
+    assert min(turn.new_tokens for turn in later) == pytest.approx(130 * scale, abs=2)
+    assert max(turn.new_tokens for turn in later) == pytest.approx(260 * scale, abs=2)
+    assert "50% of the requests have a later turn" in " ".join(talks.notes)
+    assert Workload.from_json(talks.to_json()) == talks
+
+
+def test_a_workload_of_before_reads_as_single_requests(azure: Profile) -> None:
+    raw = json.loads(sample(azure).to_json())
+    for shape in raw["search"] + raw["held_out"]:
+        assert shape.pop("turns") == []
+    assert Workload.from_json(json.dumps(raw)) == sample(azure)
+    raw["search"][0]["turns"] = [{"new_tokens": 3, "output_tokens": 4, "think_s": 0.5}]
+    assert Workload.from_json(json.dumps(raw)).search[0].turns == (Turn(3, 4, 0.5),)
 
 
 @pytest.mark.parametrize("count", [200, 2000])
