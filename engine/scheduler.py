@@ -323,6 +323,8 @@ class Scheduler:
         return self._live.get(sequence.request.id) is sequence
 
     def _publish(self, sequence: Flight) -> None:
+        if not self.pool.prefix_cache:
+            return  # hashing a long prompt's blocks would be part of its time to first token
         size = self.pool.block_size
         for index in range(sequence.num_published, sequence.computed // size):
             sequence.key = chain_key(sequence.key, sequence.tokens[index * size : (index + 1) * size])
