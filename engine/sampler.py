@@ -1,6 +1,6 @@
 """Sampling on the device. A row's token depends on its own logits, seed and position only, never on the batch.
 
-Everything here can be captured: no shape and no launch depends on a value, so greedy rows beside drawn ones are drawn too.
+On a GPU everything here can be captured: no shape and no launch depends on a value, so all rows are drawn where one is.
 """
 
 from __future__ import annotations
@@ -15,9 +15,14 @@ def sample(logits: Tensor, temperatures: Tensor, top_ps: Tensor, seeds: Tensor, 
     temperature 0 takes the largest logit (the first of equals). A row that holds NaN gives -1: it was left untouched
     or went wrong, and no token of it may be emitted.
     """
-    drawn = draw(logits, torch.where(temperatures > 0, temperatures, 1), top_ps, counter_uniform(seeds, positions))
     tokens = greedy(logits)
-    return torch.where((temperatures > 0) & (tokens >= 0), drawn, tokens)
+    # On the CPU a draw costs more than asking who wants one.
+    rows = slice(None) if logits.is_cuda else temperatures.nonzero().squeeze(-1)
+    chosen, heat = tokens[rows], temperatures[rows]
+    uniform = counter_uniform(seeds[rows], positions[rows])
+    drawn = draw(logits[rows], torch.where(heat > 0, heat, 1), top_ps[rows], uniform)
+    tokens[rows] = torch.where((heat > 0) & (chosen >= 0), drawn, chosen)
+    return tokens
 
 
 def greedy(logits: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tideforge.engine.sampler import counter_uniform, sample
 
@@ -96,10 +96,25 @@ def test_tokens_are_those_of_the_definition(temperature: float, top_p: float) ->
     assert drawn.tolist() == expected
 
 
-def test_nothing_depends_on_values_so_that_a_capture_can_hold_it() -> None:
+def test_on_a_gpu_nothing_depends_on_values_so_that_a_capture_can_hold_it(monkeypatch) -> None:
     """Tensors without values: whatever asks for one, or makes a shape of one, raises here as it would under capture."""
     with FakeTensorMode() as mode:
-        rows, *settings = (mode.from_tensor(tensor) for tensor in (logits(4), *args(4, 0.7)))
-        assert sample(rows, *settings).shape == (4,)
+        inputs = [mode.from_tensor(tensor) for tensor in (logits(4), *args(4, 0.7))]
         with pytest.raises(Exception, match="nonzero"):
-            (rows > 0).nonzero()
+            sample(*inputs)
+        monkeypatch.setattr(FakeTensor, "is_cuda", True)
+        assert sample(*inputs).shape == (4,)
+
+
+def test_all_rows_at_once_are_drawn_as_some_are() -> None:
+    """As on a GPU: rows that are greedy or hold NaN are drawn beside the others, and the draw is dropped."""
+    rows = logits(6)
+    rows[4, 3] = float("nan")
+    settings = torch.tensor([0.0, 0.7, 1.1, 0.0, 0.9, 0.4]), *args(6, 0, 0.8, seed=4)[1:]
+    few = sample(rows, *settings)
+
+    class Device(torch.Tensor):
+        is_cuda = True
+
+    assert sample(rows.as_subclass(Device), *settings).tolist() == few.tolist()
+    assert few[4] == -1 and few[0] == rows[0].argmax()
