@@ -106,9 +106,13 @@ class RemoteExecutor:
         with contextlib.suppress(PeerGone):  # its death is seen where its answer is awaited
             protocol.send(self.sock, {"type": "select", "depth": depth})
 
-    def capture(self, shapes: Sequence[tuple[bool, int, int, int]], timeout_s: float) -> float:
-        """Captures a graph for each shape (runner.GraphShape); seconds that the worker took."""
-        header: dict[str, object] = {"type": "capture", "shapes": [list(shape) for shape in shapes]}
+    def capture(self, shapes: Sequence[tuple[bool, int, int, int]], timeout_s: float, sampling: bool = False) -> float:
+        """Captures a graph for each shape (runner.GraphShape), with `sampling` two; seconds that the worker took."""
+        header: dict[str, object] = {
+            "type": "capture",
+            "shapes": [list(shape) for shape in shapes],
+            "sampling": sampling,
+        }
         return seconds(self._ask(header, {}, timeout_s))
 
     def execute(self, step: Step) -> Iterator[Sampled]:

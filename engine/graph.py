@@ -90,7 +90,7 @@ class Graph:
     """A step of some shape, captured: forward, largest logit, and of a decode the inputs of the next one.
 
     A step with a temperature replays a second graph behind it, which draws from the logits that the first one left. It is
-    captured when the first such step comes: trials, which are greedy, never pay for it.
+    captured when the first such step comes, if not before: trials, which are greedy, never pay for it.
     """
 
     def __init__(self, runner: Runner, shape: GraphShape, pool: Any) -> None:
@@ -111,12 +111,18 @@ class Graph:
         if not self.shape.prefill:
             self.tensors.feed(self.tokens)
 
+    def capture_sampling(self) -> Recorded:
+        """Once; raises CandidateError, out of memory for instance."""
+        if self.sampling is None:
+            self.sampling = observe(lambda: record(self._sample, self.runner.device, self.pool), "forward_error")
+        return self.sampling
+
     def replay(self, arrays: Mapping[str, np.ndarray], num_steps: int, halted: Callable[[], bool]) -> Iterator[Tokens]:
         parts = [self.graph]
         if arrays["temperatures"].any():
-            if self.sampling is None:  # before the step is loaded: what is captured runs once on what is there
-                self.sampling = observe(lambda: record(self._sample, self.runner.device, self.pool), "forward_error")
-            parts.append(self.sampling)
+            parts.append(
+                self.capture_sampling()
+            )  # before the step is loaded: what is captured runs once on what is there
         self.tensors.load(arrays, self.shape.prefill)
 
         def launch() -> Tensor:

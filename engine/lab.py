@@ -145,10 +145,10 @@ class Lab:
         folder = forward.save(self.settings.state / "forwards").resolve()
         self.rehearsal = {"folder": str(folder), "kernels": str(self.trusted_kernels)}
 
-    def capture(self, worker: RemoteExecutor, timeout_s: float = 60) -> float:
-        """Captures the graphs that the settings ask for; seconds. Nothing to do on the CPU."""
+    def capture(self, worker: RemoteExecutor, timeout_s: float = 60, sampling: bool = False) -> float:
+        """Captures the graphs that the settings ask for; seconds. Nothing to do on the CPU. `sampling`: see Runner.capture."""
         shapes = self.settings.graph_shapes
-        return worker.capture(shapes, timeout_s) if shapes else 0.0
+        return worker.capture(shapes, timeout_s, sampling) if shapes else 0.0
 
     def kernels(self, forward: Forward) -> Path:
         """The folder of a forward's compiled kernels, its own; it begins with those that the trusted forward compiled."""

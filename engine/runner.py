@@ -29,12 +29,17 @@ class Runner:
         self.graphs: dict[GraphShape, Graph] = {}
         self._pool: Any = None  # of torch.cuda.graph_pool_handle
 
-    def capture(self, shapes: Sequence[GraphShape]) -> None:
-        """Raises CandidateError("capture_error"). Largest first, so that the smaller ones reuse the pool's memory."""
+    def capture(self, shapes: Sequence[GraphShape], sampling: bool = False) -> None:
+        """Raises CandidateError("capture_error"). Largest first, so that the smaller ones reuse the pool's memory.
+
+        `sampling`: also what steps with a temperature need, which else comes with the first of them.
+        """
         if self._pool is None and self.device.type != "cpu":
             self._pool = torch.cuda.graph_pool_handle()
         for shape in sorted(shapes, reverse=True):
             self.graphs[shape] = Graph(self, shape, self._pool)
+            if sampling:
+                self.graphs[shape].capture_sampling()
 
     def run(
         self, scalars: Mapping[str, int], arrays: Mapping[str, np.ndarray], halted: Callable[[], bool]

@@ -203,7 +203,7 @@ class Worker:
     def capture(self, message: protocol.Message) -> None:
         assert self.runner is not None
         begin, head = time.perf_counter(), message.header
-        self.runner.capture([GraphShape(*shape) for shape in head["shapes"]])
+        self.runner.capture([GraphShape(*shape) for shape in head["shapes"]], head["sampling"])
         protocol.send(self.sock, {"type": "captured", "seconds": time.perf_counter() - begin})
 
     def step(self, message: protocol.Message) -> None:

@@ -60,7 +60,7 @@ class LabWorkers:
             raise CandidateError("refused", "its knobs change the KV layout: that needs a restart, not a ship")
         worker = lab.spawn(forward, self._arena)
         try:
-            lab.capture(worker)
+            lab.capture(worker, sampling=True)
         except CandidateError:
             lab.release(worker)
             raise

@@ -57,6 +57,8 @@ def test_graph_and_plain_path_draw_the_same_tokens(tmp_path, end_keeper):
             found.append(tokens(lab, worker, TEMPERATURES))
             if graphs:
                 assert tokens(lab, worker, TEMPERATURES) == found[-1]
+                lab.capture(worker, sampling=True)  # as a server does, beforehand
+                assert tokens(lab, worker, TEMPERATURES) == found[-1]
                 alone = [token for token in tokens(lab, worker, TEMPERATURES[:2]) if token[0] == "1"]
                 assert alone == [token for token in found[-1] if token[0] == "1"]
     assert found[0] == found[1] == found[2]

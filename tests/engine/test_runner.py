@@ -117,6 +117,8 @@ def test_greedy_steps_make_no_graph_for_sampling(tiny, plain, tmp_path) -> None:
     while core.has_work():
         assert core.step()
     assert [graph.sampling for graph in executor.runner.graphs.values()] == [None] * len(SHAPES)
+    executor.runner.capture(SHAPES, sampling=True)
+    assert None not in [graph.sampling for graph in executor.runner.graphs.values()]
 
 
 def test_the_smallest_graph_that_holds_a_step_is_taken(tiny, plain, tmp_path) -> None:
@@ -134,3 +136,13 @@ def test_the_smallest_graph_that_holds_a_step_is_taken(tiny, plain, tmp_path) ->
     assert chosen(1, 5, 4, 32) == SHAPES[2]
     assert chosen(1, 9, 1, 16) == SHAPES[3]
     assert chosen(0, 7, 7, 16) is None and chosen(1, 33, 1, 64) is None and chosen(0, 1, 1, 128) is None
+
+
+def test_a_worker_captures_and_draws_the_same(lab, plain) -> None:
+    """On the CPU a graph is its step run again; everything around it is as on a GPU."""
+    settings = dataclasses.replace(lab.settings, limits=Limits(6, 32, 128))
+    worker = lab.spawn(plain, lab.arena("graphs"))
+    expected = mixed(worker, settings, 1)
+    worker.capture([(False, 6, 6, 64), (True, 32, 6, 64)], 60, sampling=True)
+    assert mixed(worker, settings, 7) == expected
+    lab.release(worker)
