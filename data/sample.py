@@ -74,6 +74,7 @@ def sample_workload(
         corpus=tuple(int(token) for token in corpus_ids),
         profile=profile.sha256,
         seed=seed,
+        context_p99=profile.context.quantiles["p99"],
         notes=notes(profile, mapping, users, search, held_out, (search_output_tokens, output_tokens)),
     )
 

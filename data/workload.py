@@ -58,6 +58,7 @@ class Workload:
     profile: str  # hash of the profile that it was sampled from
     seed: int
     notes: tuple[str, ...] = ()  # what scaling down lost, in words
+    context_p99: int = 0  # prompt and output tokens of the profile's requests, not scaled; 0: not known
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), sort_keys=True)

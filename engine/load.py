@@ -242,19 +242,23 @@ class Comparison:
     blocks: tuple[tuple[LoadBlock, LoadBlock], ...]  # a's and b's of each pair
 
 
-def measure_load(a: Side, b: Side, load: Load, corpus: Sequence[int], pairs: int) -> Comparison:
-    """Whole replays in turn, A B then B A (or the other way round), until there are so many pairs.
+def measure_load(
+    a: Side, b: Side, load: Load, corpus: Sequence[int], pairs: int, most_s: float = math.inf
+) -> Comparison:
+    """Whole replays in turn, A B then B A (or the other way round), until there are so many pairs, or `most_s` are over.
 
     Both of a pair get the same arrivals, think times and text, drawn when the pair begins; the next pair gets fresh text, so
     no prefix is left from the last one. An open load is busy in bursts, and sides that run beside each other would share the
     device: hence whole replays, not step by step as `measure.lockstep`. Raises what the executors raise.
     """
-    first, blocks = secrets.randbelow(2), []
+    first, blocks, end = secrets.randbelow(2), [], time.monotonic() + most_s
     for number in range(pairs):
         script = draw_script(load, corpus, secrets.randbits(64))
         order = (a, b) if number % 2 == first else (b, a)
         found = {id(side): run_load(side, load, script) for side in order}
         blocks.append((found[id(a)], found[id(b)]))
+        if time.monotonic() > end:
+            break
     return compare(blocks)
 
 

@@ -118,6 +118,8 @@ def test_a_workload_of_before_reads_as_single_requests(azure: Profile) -> None:
     for shape in raw["search"] + raw["held_out"]:
         assert shape.pop("turns") == []
     assert Workload.from_json(json.dumps(raw)) == sample(azure)
+    assert raw.pop("context_p99") == azure.context.quantiles["p99"]
+    assert Workload.from_json(json.dumps(raw)).context_p99 == 0
     raw["search"][0]["turns"] = [{"new_tokens": 3, "output_tokens": 4, "think_s": 0.5}]
     assert Workload.from_json(json.dumps(raw)).search[0].turns == (Turn(3, 4, 0.5),)
 

@@ -170,6 +170,7 @@ def test_both_sides_get_the_same_load_in_turned_order(tiny, plain, tmp_path):
             key: r.answer.prompt for key, r in other_replies.items()
         }
         assert mine[0, 0].cached_tokens == other_replies[0, 0].cached_tokens == 0, "no prefix of the last pair"
+    assert measure_load(a, b, load, CORPUS, pairs=4, most_s=0).ttft_p50.pairs == 1, "time is up after the first"
     texts = {ours.replies[0].answer.prompt for ours, _ in found.blocks}
     assert len(texts) == 4
 
