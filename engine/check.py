@@ -31,13 +31,12 @@ class Shortfall:
 def worst(reference: Reference, answers: Sequence[Answer], layers: range) -> Shortfall:
     """The largest gap over all tokens of `answers`, in logits."""
     found = Shortfall(0.0, 0, 0, -1, -1)
-    for index, answer in enumerate(answers):
-        chain = answer.prompt + answer.tokens
-        top, emitted, argmax = reference.score(chain, len(answer.prompt), layers)
+    chains = [(answer.prompt + answer.tokens, len(answer.prompt)) for answer in answers]
+    for index, (top, emitted, argmax) in enumerate(reference.scores(chains, layers)):
         gaps = np.nan_to_num(top - emitted, nan=np.inf)
         at = int(np.argmax(gaps))
         if gaps[at] > found.gap:
-            found = Shortfall(float(gaps[at]), index, at, answer.tokens[at], int(argmax[at]))
+            found = Shortfall(float(gaps[at]), index, at, answers[index].tokens[at], int(argmax[at]))
     return found
 
 

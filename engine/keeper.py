@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import math
 import mmap
 import os
 import signal
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ import numpy as np
 
 from tideforge.engine import memory, protocol
 from tideforge.engine.events import log_event
-from tideforge.engine.weights import read_tensors
+from tideforge.engine.segment import DeviceSegment, Filler, Segment
+from tideforge.engine.weights import RANDOM, read_tensors
 from tideforge.errors import ProtocolError
 
 
@@ -37,76 +40,8 @@ def convert(array: np.ndarray, stored: str, wanted: str) -> np.ndarray:
     return array.astype(wanted)
 
 
-class Segment:
-    """Shared host memory; whoever has the descriptor reads it, and writes it until it is published."""
-
-    def __init__(self, name: str, size: int) -> None:
-        self.size, self.fds = size, [memory.create_segment(f"tideforge-{name}", size)]
-
-    def publish(self) -> None:
-        memory.seal(self.fds[0])
-
-    def restore(self) -> bool:
-        """Whether the published bytes are as they were: nobody can have written sealed memory."""
-        return True
-
-    def fetch(self, offset: int, count: int) -> None:
-        """Nothing to do: holders see the bytes themselves."""
-
-    def fill(self, count: int, value: int) -> None:
-        raise ProtocolError("host memory is filled by its holders")
-
-    def close(self) -> None:
-        for fd in self.fds:
-            os.close(fd)
-
-
-class DeviceSegment(Segment):
-    """Device memory (fds[1]) with a mirror in host memory (fds[0]), so that an authority needs no CUDA context."""
-
-    def __init__(self, name: str, size: int, device: str) -> None:
-        super().__init__(name, size)
-        import torch
-
-        from tideforge.engine import device as device_memory
-
-        fd, self.pages = device_memory.allocate(size, torch.device(device))
-        self.fds.append(fd)
-        self.pages.zero_()
-        self.mirror = torch.frombuffer(mmap.mmap(self.fds[0], size), dtype=torch.uint8)
-
-    def publish(self) -> None:
-        self.pages.copy_(self.mirror)
-        self.checksum = self._sum()
-
-    def restore(self) -> bool:
-        """Whether the published bytes are as they were; if not they are copied again from the mirror."""
-        intact = self._sum() == self.checksum
-        if not intact:
-            self.pages.copy_(self.mirror)
-        return intact
-
-    def _sum(self) -> int:
-        """Every 8-byte word times an odd number that depends on its place, modulo 2**64."""
-        import torch
-
-        total, words = 0, self.pages[: self.size // 8 * 8].view(torch.int64)
-        for start in range(0, len(words), 1 << 24):
-            part = words[start : start + (1 << 24)]
-            odd = 2 * torch.arange(start, start + len(part), device=part.device) + 1
-            total += int((part * odd).sum())
-        return total
-
-    def fetch(self, offset: int, count: int) -> None:
-        self.mirror[offset : offset + count].copy_(self.pages[offset : offset + count])
-
-    def fill(self, count: int, value: int) -> None:
-        self.pages[:count].fill_(value)
-        self.pages[:1].cpu()  # it has happened when the answer goes out
-
-
 class Keeper:
-    """Holds the segments. Thread-safe: one lock around the arenas."""
+    """Holds the segments. Thread-safe: one lock around the arenas and around looking at the weights."""
 
     def __init__(self, model: Path, dtype: str, device: str = "cpu") -> None:
         self.model, self.dtype, self.device, self.started = model, dtype, device, time.time()
@@ -116,14 +51,16 @@ class Keeper:
         self._load()
 
     def _load(self) -> None:
+        if (self.model / RANDOM).exists():
+            self._draw()
+        else:
+            self._read()
+        self.loads += 1
+
+    def _read(self) -> None:
+        """The checkpoint's files; sha256 is over every tensor's name, shape, precision and bytes."""
         tensors = list(read_tensors(self.model))
-        self.entries: list[memory.TensorEntry] = []
-        offset = 0
-        for name, _, array in tensors:
-            size = array.size * memory.ITEM_BYTES[self.dtype]
-            self.entries.append(memory.TensorEntry(name, array.shape, offset, size))
-            offset += -(-size // memory.ALIGN) * memory.ALIGN
-        self.size = offset
+        self._lay_out({name: array.shape for name, _, array in tensors})
         self.weights = self._segment("weights", self.size)
         digest = hashlib.sha256()
         with mmap.mmap(self.weights.fds[0], self.size) as target:
@@ -133,10 +70,37 @@ class Keeper:
                 digest.update(f"{entry.name} {entry.shape} {self.dtype}\n".encode() + data)
         self.weights.publish()
         self.sha256 = digest.hexdigest()
-        self.loads += 1
 
-    def _segment(self, name: str, size: int) -> Segment:
-        return Segment(name, size) if self.device == "cpu" else DeviceSegment(name, size, self.device)
+    def _draw(self) -> None:
+        """Random weights, in place: the host holds no copy. sha256 is over what says how they are drawn and a checksum of them."""
+        import torch
+
+        from tideforge.engine.random_weights import RandomWeights
+
+        drawn = RandomWeights.load(self.model)
+        self._lay_out({name: entry.shape for name, entry in drawn.drawn.items()})
+
+        def fill(pages: torch.Tensor) -> None:
+            for entry in self.entries:
+                target = pages[entry.offset : entry.offset + entry.bytes].view(getattr(torch, self.dtype))
+                drawn.fill(entry.name, target)
+
+        self.weights = self._segment("weights", self.size, fill)
+        self.weights.publish()
+        self.sha256 = drawn.digest(torch.device(self.device), self.weights.checksum)
+
+    def _lay_out(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.entries: list[memory.TensorEntry] = []
+        self.size = 0
+        for name, shape in shapes.items():
+            size = math.prod(shape) * memory.ITEM_BYTES[self.dtype]
+            self.entries.append(memory.TensorEntry(name, shape, self.size, size))
+            self.size += -(-size // memory.ALIGN) * memory.ALIGN
+
+    def _segment(self, name: str, size: int, filler: Filler | None = None) -> Segment:
+        if self.device == "cpu":
+            return Segment(name, size, filler)
+        return DeviceSegment(name, size, self.device, filler)
 
     def answer(self, header: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         """One request -> (answer, descriptors to hand over)."""
@@ -153,7 +117,8 @@ class Keeper:
             self.arenas[str(header["name"])].fill(int(header["bytes"]), int(header["value"]))
             return {"type": "filled"}, []
         if kind == "intact":
-            return {"type": "intact", "intact": self.weights.restore()}, []
+            with self._lock:
+                return {"type": "intact", "intact": self.weights.restore()}, []
         if kind == "drop":
             self.drop(str(header["name"]))
             return {"type": "dropped"}, []

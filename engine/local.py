@@ -15,7 +15,7 @@ from tideforge.engine.executor import Executor, Sampled, step_arrays, step_scala
 from tideforge.engine.forward import ENTRY, Forward
 from tideforge.engine.runner import Runner
 from tideforge.engine.scheduler import Step
-from tideforge.engine.weights import Checkpoint
+from tideforge.engine.stored import open_folder
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _COUNT = itertools.count()
@@ -27,9 +27,8 @@ class LocalMemory:
     def __init__(self, settings: Settings) -> None:
         self.settings, self.config = settings, ModelConfig.load(settings.model)
         self.dtype = _DTYPES[settings.dtype]
-        checkpoint = Checkpoint(settings.model)
-        tensors = {name: torch.from_numpy(checkpoint.float32(name).copy()) for name in checkpoint.names}
-        self.weights = {name: tensor.to(self.dtype) for name, tensor in tensors.items()}
+        stored, cpu = open_folder(settings.model), torch.device("cpu")
+        self.weights = {name: stored.tensor(name, cpu).to(self.dtype, copy=True) for name in stored.names}
         layout = settings.arena_layout(self.config)
         keys, values = (
             tuple(torch.zeros(layout.page_shape(side), dtype=self.dtype) for _ in range(layout.num_layers))

@@ -1,14 +1,19 @@
-"""Seeded random checkpoints of real shapes: full-entropy, scaled so that logits spread as those of trained weights do.
+"""Seeded random weights of a shape: full-entropy, scaled so that logits spread as those of trained weights do, so that a wrong
+forward changes tokens.
 
-A wrong forward then changes tokens. Values come from torch's generator on the given device: the same seed gives other
-values on another kind of device.
+A model folder may hold random.json in place of safetensors: `describe` writes it. Every process that needs a tensor then draws
+it on its own device, from seed and name alone, in any order. `write` puts the same values on a disk for engines that read files.
+
+Values are those of torch's generator: the same for every process on one kind of device (a GPU's name, or "cpu") and one
+version of torch, others on another. All processes of an endpoint work on one kind (Settings.device).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import math
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,106 +21,149 @@ import torch
 from torch import Tensor
 
 from tideforge.engine.config import ModelConfig
+from tideforge.engine.random_shapes import SHAPES, Drawn, tensors
+from tideforge.engine.weights import RANDOM, of_both_kinds
+from tideforge.errors import UserError
 
-SHAPES: Mapping[str, Mapping[str, Any]] = {
-    # https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json
-    "llama-3.2-1b": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "hidden_act": "silu",
-        "vocab_size": 128256, "num_hidden_layers": 16, "hidden_size": 2048,
-        "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
-        "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 131072, "tie_word_embeddings": True,
-    },
-    # https://huggingface.co/Qwen/Qwen3-8B/blob/main/config.json
-    "qwen3-8b": {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16", "hidden_act": "silu",
-        "vocab_size": 151936, "num_hidden_layers": 36, "hidden_size": 4096,
-        "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "max_position_embeddings": 40960, "tie_word_embeddings": False,
-    },
-    # https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json; all of it takes 61 GB, see `layers` of write
-    "qwen3-30b-a3b": {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16", "hidden_act": "silu",
-        "vocab_size": 151936, "num_hidden_layers": 48, "hidden_size": 2048,
-        "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-        "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "max_position_embeddings": 40960, "tie_word_embeddings": False,
-        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
-        "decoder_sparse_step": 1, "mlp_only_layers": [],
-    },
-    "llama-tiny": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "hidden_act": "silu",
-        "vocab_size": 320, "num_hidden_layers": 2, "hidden_size": 64,
-        "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 2048, "tie_word_embeddings": True,
-    },
-}  # fmt: skip
+__all__ = ["SHAPES", "Drawn", "RandomWeights", "describe", "tensors", "write"]
+VERSION = 1  # of how values come from a seed; CHUNK is a part of it
+CHUNK = 1 << 24  # numbers that are drawn at once: what memory it takes beside the tensor
+
+
+def describe(folder: Path, shape: str, seed: int = 0, layers: int | None = None) -> Path:
+    """config.json and random.json of a named shape: a model folder without weights on the disk. Returns `folder`.
+
+    `layers` takes the first so many only. Raises UserError for an unknown shape or a folder that holds safetensors.
+    """
+    config = _config(shape, layers)
+    if next(folder.glob("*.safetensors"), None):
+        raise of_both_kinds(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in (("config.json", config), (RANDOM, {"version": VERSION, "seed": seed})):
+        _replace(folder / name, json.dumps(content, indent=1))
+    return folder
 
 
 def write(folder: Path, shape: str, seed: int = 0, device: str = "cpu", layers: int | None = None) -> Path:
     """config.json and model.safetensors (bf16) of a named shape; nothing to do when they are there. Returns `folder`.
 
-    `layers` takes the first so many only. All tensors are in the host's memory at once.
+    The values are those that `describe` stands for on that device. All tensors are in the host's memory at once. Raises
+    UserError for an unknown shape or a folder that holds random.json.
     """
     from safetensors.torch import save_file
 
-    config = dict(SHAPES[shape])
-    config["num_hidden_layers"] = layers or config["num_hidden_layers"]
-    path = folder / "config.json"
-    if not path.exists() or json.loads(path.read_text()) != config:
+    config = _config(shape, layers)
+    if (folder / RANDOM).exists():
+        raise of_both_kinds(folder)
+    drawn, place = RandomWeights(config, seed), torch.device(device)
+    origin = {"format": "pt", "drawn": f"seed {seed}, version {VERSION}, torch {torch.__version__}, {kind_of(place)}"}
+    if not _holds(folder, config, origin):
         folder.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        generator = torch.Generator(device).manual_seed(seed)
-        save_file(
-            {name: _draw(size, gain, generator).cpu() for name, size, gain in tensors(config)},
-            folder / "model.safetensors",
-        )
-        path.write_text(json.dumps(config, indent=1))  # last: a folder with it is whole
+        (folder / "config.json").unlink(missing_ok=True)
+        values = {name: drawn.tensor(name, place).cpu() for name in drawn.names}
+        save_file(values, folder / "model.safetensors", origin)
+        _replace(folder / "config.json", json.dumps(config, indent=1))  # last: a folder with it is whole
     return folder
 
 
-def tensors(raw: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], float]]:
-    """Names as in the checkpoint, shapes, and gains: a matrix keeps the spread of its input times its gain."""
-    config = ModelConfig.from_dict(raw)
-    ends = (config.vocab_size, config.hidden_size)
-    yield "model.embed_tokens.weight", ends, 2.0
-    yield "model.norm.weight", (config.hidden_size,), 1.0
-    if not config.tie_word_embeddings:
-        yield "lm_head.weight", ends, 2.0
-    for index in range(config.num_hidden_layers):
-        yield from _attention(config, f"model.layers.{index}")
-        if config.is_sparse(index):
-            yield from _experts(config, f"model.layers.{index}.mlp")
-        else:
-            yield from _mlp(f"model.layers.{index}.mlp", config.hidden_size, config.intermediate_size)
+class RandomWeights:
+    """Draws the tensors of a model by name. `config` is what its config.json holds."""
+
+    def __init__(self, config: Mapping[str, Any], seed: int) -> None:
+        self.config, self.seed = config, seed
+        self.drawn = {entry.name: entry for entry in tensors(config)}
+        self._streams: dict[torch.device, torch.Generator] = {}
+
+    @classmethod
+    def load(cls, folder: Path) -> RandomWeights:
+        """What a folder's random.json stands for. Raises UserError when it or config.json cannot be followed."""
+        if next(folder.glob("*.safetensors"), None):
+            raise of_both_kinds(folder)
+        ModelConfig.load(folder)  # says what is wrong with it
+        return cls(json.loads((folder / "config.json").read_text()), _seed_in(folder / RANDOM))
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.drawn)
+
+    def fill(self, name: str, target: Tensor) -> None:
+        """Overwrites a contiguous tensor of as many numbers, whatever its float type; the values are bf16's.
+
+        One launch a CHUNK where the target is bf16 on a GPU. Not for two threads at once.
+        """
+        entry, stream = self.drawn[name], self._stream(target.device)
+        stream.manual_seed(_seed_of(self.seed, name))
+        for part in target.view(-1).split(CHUNK):
+            if part.is_cuda and part.dtype is torch.bfloat16:
+                part.normal_(entry.mean, entry.deviation, generator=stream)
+            else:  # torch's CPU generator makes bf16 from 256 numbers only
+                wide = torch.bfloat16 if part.is_cuda else torch.float32
+                values = torch.empty(len(part), dtype=wide, device=part.device)
+                part.copy_(values.normal_(entry.mean, entry.deviation, generator=stream).to(torch.bfloat16))
+
+    def tensor(self, name: str, device: torch.device) -> Tensor:
+        """In bf16, drawn anew each time."""
+        target = torch.empty(self.drawn[name].shape, dtype=torch.bfloat16, device=device)
+        self.fill(name, target)
+        return target
+
+    def digest(self, device: torch.device, checksum: int) -> str:
+        """SHA-256, hex, over config.json, seed, VERSION, torch's version, the kind of device and the checksum of what was drawn."""
+        parts = (self.config, self.seed, VERSION, torch.__version__, kind_of(device), checksum)
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def _stream(self, device: torch.device) -> torch.Generator:
+        if device not in self._streams:
+            self._streams[device] = torch.Generator(device)
+        return self._streams[device]
 
 
-def _attention(config: ModelConfig, layer: str) -> Iterator[tuple[str, tuple[int, ...], float]]:
-    """Attention is far from uniform: q and k have a gain of 1.5, in their norms where there are any."""
-    hidden, dim = config.hidden_size, config.head_dim
-    queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
-    yield f"{layer}.input_layernorm.weight", (hidden,), 1.0
-    yield f"{layer}.post_attention_layernorm.weight", (hidden,), 1.0
-    yield f"{layer}.self_attn.q_proj.weight", (queries, hidden), 1.5
-    yield f"{layer}.self_attn.k_proj.weight", (keys, hidden), 1.5
-    yield f"{layer}.self_attn.v_proj.weight", (keys, hidden), 1.0
-    yield f"{layer}.self_attn.o_proj.weight", (hidden, queries), 1.0
-    if config.qk_norm:
-        yield f"{layer}.self_attn.q_norm.weight", (dim,), 1.5
-        yield f"{layer}.self_attn.k_norm.weight", (dim,), 1.5
+def kind_of(device: torch.device) -> str:
+    """Devices of one kind draw the same values."""
+    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
-def _experts(config: ModelConfig, mlp: str) -> Iterator[tuple[str, tuple[int, ...], float]]:
-    yield f"{mlp}.gate.weight", (config.num_local_experts, config.hidden_size), 2.0
-    for expert in range(config.num_local_experts):
-        yield from _mlp(f"{mlp}.experts.{expert}", config.hidden_size, config.moe_intermediate_size)
+def _seed_of(seed: int, name: str) -> int:
+    """63 bits for each tensor."""
+    return int.from_bytes(hashlib.sha256(f"{VERSION} {seed} {name}".encode()).digest()[:8], "little") >> 1
 
 
-def _mlp(name: str, hidden: int, width: int) -> Iterator[tuple[str, tuple[int, ...], float]]:
-    yield f"{name}.gate_proj.weight", (width, hidden), 1.0
-    yield f"{name}.up_proj.weight", (width, hidden), 1.0
-    yield f"{name}.down_proj.weight", (hidden, width), 1.0
+def _seed_in(path: Path) -> int:
+    try:
+        raw = json.loads(path.read_text())
+        version, seed = raw["version"], raw["seed"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            str(path), f"is no description of random weights ({error!r})", "describe the shape again"
+        ) from None
+    if version != VERSION or not isinstance(seed, int):
+        problem = f"has version {version!r} and seed {seed!r}"
+        raise UserError(str(path), problem, f"write version {VERSION} and an integer as seed")
+    return seed
 
 
-def _draw(shape: tuple[int, ...], gain: float, generator: torch.Generator) -> Tensor:
-    """A norm's weights lie around its gain; a matrix's are normal, scaled by its number of inputs."""
-    values = torch.randn(shape, generator=generator, device=generator.device)
-    return (gain * (1 + 0.1 * values) if len(shape) == 1 else values * gain / math.sqrt(shape[-1])).to(torch.bfloat16)
+def _config(shape: str, layers: int | None) -> dict[str, Any]:
+    if shape not in SHAPES:
+        raise UserError(shape, "is no shape that random weights have", f"there are {', '.join(sorted(SHAPES))}")
+    config = dict(SHAPES[shape])
+    if layers is not None and not 1 <= layers <= config["num_hidden_layers"]:
+        raise UserError("layers", f"{layers} of {shape}", f"it has 1 to {config['num_hidden_layers']}")
+    return {**config, "num_hidden_layers": layers or config["num_hidden_layers"]}
+
+
+def _holds(folder: Path, config: Mapping[str, Any], origin: Mapping[str, str]) -> bool:
+    from safetensors import safe_open
+
+    path = folder / "config.json"
+    if not path.exists() or json.loads(path.read_text()) != config:
+        return False
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return bool(file.metadata() == origin)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Atomic; a file that says so already is left alone."""
+    if not path.exists() or path.read_text() != text:
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text(text)
+        os.replace(partial, path)

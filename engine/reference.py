@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import os
 import socket
 import subprocess
@@ -29,6 +30,8 @@ START_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 900.0
 ORDERS = 3  # reduction orders that a noise measurement tries
 NOISE_TOKENS = 64  # rows that it looks at, one sequence
+TOGETHER = 2048  # tokens of sequences that are scored in one forward
+Score = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class Reference:
@@ -72,15 +75,30 @@ class Reference:
             raise
         return reference
 
-    def score(
-        self, tokens: Sequence[int], start: int, layers: range | None = None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def score(self, tokens: Sequence[int], start: int, layers: range | None = None) -> Score:
         """Teacher-forced on the chain itself: for tokens[start:], each [T'], the reference's maximum logit, its logit of
         the emitted token, and the token that it prefers. `start` >= 1."""
-        if not 1 <= start < len(tokens):
+        return self.scores([(tokens, start)], layers)[0]
+
+    def scores(self, chains: Sequence[tuple[Sequence[int], int]], layers: range | None = None) -> list[Score]:
+        """`score` of several (tokens, start), computed together: weights are upcast once for all of them."""
+        if not all(1 <= start < len(tokens) for tokens, start in chains):
             raise ValueError("score needs a token before the first scored one, and one to score")
-        arrays = self._ask({"type": "score", "start": start}, tokens, layers)
-        return arrays["maximum"], arrays["emitted"], arrays["argmax"]
+        answers: list[Score] = []
+        while chains:
+            ends = np.cumsum([len(tokens) for tokens, _ in chains])
+            count = max(1, int(np.searchsorted(ends, TOGETHER, side="right")))
+            answers += self._score_together(chains[:count], layers)
+            chains = chains[count:]
+        return answers
+
+    def _score_together(self, chains: Sequence[tuple[Sequence[int], int]], layers: range | None) -> list[Score]:
+        lengths, starts = [len(tokens) for tokens, _ in chains], [start for _, start in chains]
+        header = {"type": "score", "lengths": lengths, "starts": starts}
+        arrays = self._ask(header, [token for tokens, _ in chains for token in tokens], layers)
+        cuts = np.cumsum(lengths)[:-1] - np.cumsum(starts)[:-1]
+        parts = [np.split(arrays[name], cuts) for name in ("maximum", "emitted", "argmax")]
+        return list(zip(*parts, strict=True))
 
     def logits(
         self, tokens: Sequence[int], rows: Sequence[int] | None = None, layers: range | None = None
@@ -138,18 +156,32 @@ def answer(model: ReferenceModel, message: protocol.Message) -> tuple[dict[str, 
     head, tokens = message.header, message.arrays["tokens"].tolist()
     layers = None if head["layers"] is None else range(*head["layers"])
     if message.type == "score":
-        result = model.forward(tokens, range(head["start"] - 1, len(tokens) - 1), layers)
-        logits, emitted = result.logits.numpy(), np.asarray(tokens[head["start"] :])
-        chosen = np.take_along_axis(logits, emitted[:, None], axis=1)[:, 0]
-        return {"type": "score"}, {"maximum": logits.max(1), "emitted": chosen, "argmax": logits.argmax(1)}
+        return {"type": "score"}, score(model, tokens, head["lengths"], head["starts"], layers)
     if message.type == "logits":
-        return {"type": "logits"}, {"logits": model.forward(tokens, head["rows"], layers).logits.numpy()}
+        return {"type": "logits"}, {"logits": model.forward(tokens, head["rows"], layers).logits.cpu().numpy()}
     if message.type == "kv":
         result = model.forward(tokens, [], layers)
-        return {"type": "kv"}, {"keys": result.keys.numpy(), "values": result.values.numpy()}
+        return {"type": "kv"}, {"keys": result.keys.cpu().numpy(), "values": result.values.cpu().numpy()}
     if message.type == "noise":
         return {"type": "noise", "noise": dataclasses.asdict(measure_noise(model, head["dtype"], tokens, layers))}, {}
     raise ProtocolError(f"the reference does not know {message.type!r}")
+
+
+def score(
+    model: ReferenceModel, tokens: list[int], lengths: list[int], starts: list[int], layers: range | None
+) -> dict[str, np.ndarray]:
+    """Of sequences one behind another: what Reference.score says of each, one behind another."""
+    ends = list(itertools.accumulate(lengths))
+    sequences = [tokens[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+    emitted = [
+        range(end - length + start, end) for end, length, start in zip(ends, lengths, starts, strict=True)
+    ]  # places of the scored tokens
+    rows = [place - 1 for places in emitted for place in places]
+    logits = model.together(sequences, rows, layers).logits
+    maximum, argmax = logits.max(1)
+    chosen = logits.new_tensor([tokens[row + 1] for row in rows], dtype=argmax.dtype)
+    found = {"maximum": maximum, "emitted": logits.gather(1, chosen[:, None])[:, 0], "argmax": argmax}
+    return {name: tensor.cpu().numpy() for name, tensor in found.items()}
 
 
 def measure_noise(model: ReferenceModel, dtype: str, tokens: Sequence[int], layers: range | None) -> compare.Noise:
@@ -201,8 +233,6 @@ def main() -> None:
     args = parser.parse_args()
     import torch
 
-    if args.device != "cpu":
-        torch.set_default_device(args.device)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with socket.socket(fileno=args.fd) as sock:
         serve(sock, args.model, args.device)

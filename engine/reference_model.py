@@ -1,14 +1,14 @@
 """The plain forward of a checkpoint: whole sequences, no cache, no pages, fp32. The slow, obvious oracle.
 
-Weights are mapped from the checkpoint and upcast layer by layer. Its arithmetic can be exchanged (`arithmetic.Reordered`)
-to measure what reduction order and rounding do to the logits; compare.py says what follows from that. It shares the
-figures of config.json with the raw forwards and no arithmetic: angles, routing and attention are spelled out here anew.
+Weights are upcast where they are used; as stored they are kept on the device while there is room, else read or drawn anew. Its
+arithmetic can be exchanged (`arithmetic.Reordered`) to measure what reduction order and rounding do to the logits; compare.py
+says what follows from that. It shares the figures of config.json with the raw forwards and no arithmetic: angles, routing and
+attention are spelled out here anew.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,11 +17,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from tideforge.engine import procfs
 from tideforge.engine.arithmetic import Arithmetic
 from tideforge.engine.config import ModelConfig
-from tideforge.engine.weights import Checkpoint
+from tideforge.engine.stored import open_folder
 
+UPCAST = 1 << 28  # numbers of experts' weights that are in fp32 at once
 LATENT_EPS = 1e-6  # of the norms inside latent attention: config.json does not name it
 SWIGLU = ("gate_proj", "up_proj", "down_proj")
 
@@ -34,27 +37,35 @@ class Result(NamedTuple):
     values: Tensor
 
 
+def room_on(device: torch.device) -> int:
+    """Bytes of weights that the reference may keep: half of what is free, and at most three tenths of a GPU, where the
+    keeper's copy may come later."""
+    if device.type == "cpu":
+        return procfs.available_bytes() // 2
+    free, total = torch.cuda.mem_get_info(device)
+    return min(free // 2, total * 3 // 10)
+
+
 class ReferenceModel:
     """Every architecture that ModelConfig knows. Raises UserError for another one or for missing weights."""
 
-    def __init__(self, folder: Path, device: str = "cpu") -> None:
+    def __init__(self, folder: Path, device: str = "cpu", room: int | None = None) -> None:
+        """`room`: bytes of weights to keep on the device."""
         self.config, self.device = ModelConfig.load(folder), torch.device(device)
-        self._there: dict[str, Tensor] = {}
-        self.checkpoint = Checkpoint(folder)
+        self.source = open_folder(folder)
+        self._room = room_on(self.device) if room is None else room
+        self._kept: dict[str, Tensor] = {}
 
-    def weight(self, name: str) -> Tensor:
-        """In fp32. On the CPU a view of the mapped file where it is stored so; a GPU keeps it as stored, and upcasts for each use."""
-        if self.device.type == "cpu":
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-                return torch.from_numpy(self.checkpoint.float32(name))
-        if name not in self._there:
-            dtype, array = self.checkpoint.stored(name)
-            stored = torch.tensor(array.view(np.int16) if dtype == "BF16" else array, device=self.device)
-            self._there[name] = stored.view(torch.bfloat16) if dtype == "BF16" else stored
-        return self._there[name].float()
+    def stored(self, name: str) -> Tensor:
+        """As the folder has it, on the device. What is used first is kept."""
+        if name in self._kept:
+            return self._kept[name]
+        tensor = self.source.tensor(name, self.device)
+        if tensor.nbytes <= self._room:
+            self._room -= tensor.nbytes
+            self._kept[name] = tensor
+        return tensor
 
-    @torch.inference_mode()
     def forward(
         self,
         token_ids: Sequence[int],
@@ -63,32 +74,56 @@ class ReferenceModel:
         arithmetic: Arithmetic | None = None,
     ) -> Result:
         """One sequence [T] -> logits of `rows` (all if None) and the K and V of `layers` (all if None)."""
-        run = _Run(self, arithmetic or Arithmetic(), len(token_ids))
-        x = F.embedding(torch.tensor(token_ids), run.weight("model.embed_tokens.weight"))
+        return self.together([token_ids], rows, layers, arithmetic)
+
+    @torch.inference_mode()
+    def together(
+        self,
+        sequences: Sequence[Sequence[int]],
+        rows: Sequence[int] | None = None,
+        layers: range | None = None,
+        arithmetic: Arithmetic | None = None,
+    ) -> Result:
+        """Several sequences, one behind another: T and `rows` count through all of them. Results are on the device.
+
+        ValueError for an id that the vocabulary does not have.
+        """
+        ids = [token for sequence in sequences for token in sequence]
+        if not 0 <= min(ids) <= max(ids) < self.config.vocab_size:
+            raise ValueError(f"token ids are 0 to {self.config.vocab_size - 1}")
+        run = _Run(self, arithmetic or Arithmetic(), [len(sequence) for sequence in sequences])
+        x = run.embed(torch.tensor(ids, device=self.device))
         keys, values = [], []
         for index in layers if layers is not None else range(self.config.num_hidden_layers):
             x, k, v = run.layer(x, index)
             keys.append(k)
             values.append(v)
-        wanted = x if rows is None else x[torch.tensor(rows, dtype=torch.int64)]
+        wanted = x if rows is None else x[torch.tensor(rows, dtype=torch.int64, device=self.device)]
         head = "model.embed_tokens" if self.config.tie_word_embeddings else "lm_head"
         logits = run.linear(run.norm(wanted, "model.norm"), head)
-        return Result(logits.cpu(), torch.stack(keys).cpu(), torch.stack(values).cpu())
+        return Result(logits, torch.stack(keys), torch.stack(values))
 
 
 class _Run:
-    """One forward's working state: the arithmetic and the angles of its positions."""
+    """One forward's working state: the arithmetic, the angles of its positions, and which rows are a sequence."""
 
-    def __init__(self, model: ReferenceModel, arithmetic: Arithmetic, length: int) -> None:
-        self.model, self.config, self.arithmetic = model, model.config, arithmetic
+    def __init__(self, model: ReferenceModel, arithmetic: Arithmetic, lengths: list[int]) -> None:
+        self.model, self.config, self.arithmetic, self.lengths = model, model.config, arithmetic, lengths
         turning, factor = rope(self.config)
-        angles = torch.outer(torch.arange(length).float(), turning.float())[:, None]
+        positions = torch.cat([torch.arange(length, device=model.device) for length in lengths])
+        angles = torch.outer(positions.float(), turning.float().to(model.device))[:, None]
         self.cos, self.sin = arithmetic.round(angles.cos() * factor), arithmetic.round(angles.sin() * factor)
-        self.future = torch.ones(length, length, dtype=torch.bool).triu(1)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.arithmetic.round(F.embedding(ids, self.model.stored("model.embed_tokens.weight")).float())
 
     def weight(self, name: str) -> Tensor:
         """In fp32, rounded to the precision under test."""
-        return self.arithmetic.round(self.model.weight(name))
+        return self.arithmetic.round(self.model.stored(name).float())
+
+    def weights(self, names: Sequence[str]) -> Tensor:
+        """As many of one shape, one above another."""
+        return self.arithmetic.round(torch.stack([self.model.stored(name) for name in names]).float())
 
     def linear(self, x: Tensor, name: str, bias: bool = False) -> Tensor:
         y = self.arithmetic.product(x, self.weight(f"{name}.weight").T)
@@ -141,9 +176,14 @@ class _Run:
         return self.linear(mixed, f"{name}.o_proj"), latent[:, None], turned
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Causal attention, each [T, heads, dim] -> [T, heads * dim of v]."""
+        """Causal attention within each sequence, each [T, heads, dim] -> [T, heads * dim of v]."""
+        parts = zip(*(tensor.split(self.lengths) for tensor in (q, k, v)), strict=True)
+        return torch.cat([self.mix_one(one_q, one_k, one_v, scale) for one_q, one_k, one_v in parts])
+
+    def mix_one(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        future = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
         scores = self.arithmetic.matmul(q.transpose(0, 1), k.permute(1, 2, 0)) * scale
-        shares = self.arithmetic.round(scores.masked_fill(self.future, -torch.inf).softmax(-1))
+        shares = self.arithmetic.round(scores.masked_fill(future, -torch.inf).softmax(-1))
         return self.arithmetic.matmul(shares, v.transpose(0, 1)).transpose(0, 1).flatten(1)
 
     def halves(self, x: Tensor) -> Tensor:
@@ -161,22 +201,42 @@ class _Run:
         return self.linear(round_(round_(F.silu(self.linear(x, gate))) * self.linear(x, up)), down)
 
     def mixture(self, x: Tensor, name: str, parts: tuple[str, str, str]) -> Tensor:
-        """The chosen experts one after another, then the shared one if there is one."""
+        """The chosen experts, then the shared one if there is one."""
         round_ = self.arithmetic.round
         grouped = self.config.architecture == "DeepseekV3ForCausalLM"
         shares, chosen = self.by_group(x, name) if grouped else self.by_softmax(x, name)
+        answers = self.experts(x, chosen, name, parts)
         shares, out = round_(shares), torch.zeros_like(x)
-        for expert in range(self.config.num_local_experts):
-            tokens, place = torch.where(chosen == expert)
-            if len(tokens):
-                y = self.mlp(x[tokens], f"{name}.experts.{expert}", parts)
-                out[tokens] = round_(out[tokens] + round_(y * shares[tokens, place, None]))
+        for place in range(chosen.shape[1]):
+            out = round_(out + round_(answers[:, place] * shares[:, place, None]))
         if self.config.n_shared_experts:
             out = round_(out + self.mlp(x, f"{name}.shared_experts"))
         if self.config.shared_expert_intermediate_size:
             open_ = round_(self.linear(x, f"{name}.shared_expert_gate").sigmoid())
             out = round_(out + round_(open_ * self.mlp(x, f"{name}.shared_expert")))
         return out
+
+    def experts(self, x: Tensor, chosen: Tensor, name: str, parts: tuple[str, str, str]) -> Tensor:
+        """What each of a token's chosen experts [T, k] makes of it: [T, k, hidden]. The host asks once, who was chosen how often."""
+        by_expert, order = chosen.flatten().sort(stable=True)
+        used, counts = (t.tolist() for t in by_expert.unique_consecutive(return_counts=True))
+        rows = x[order // chosen.shape[1]].split(counts)
+        size = max(1, UPCAST // (x.shape[1] * self.config.moe_intermediate_size))
+        made: list[Tensor] = []
+        for begin in range(0, len(used), size):
+            names = [f"{name}.experts.{expert}" for expert in used[begin : begin + size]]
+            padded = pad_sequence(rows[begin : begin + size], batch_first=True)  # [experts, most tokens, hidden]
+            made += (y[:count] for y, count in zip(self.mlps(padded, names, parts), counts[begin:], strict=False))
+        answers = x.new_empty(len(order), x.shape[1])
+        answers[order] = torch.cat(made)
+        return answers.unflatten(0, chosen.shape)
+
+    def mlps(self, x: Tensor, names: Sequence[str], parts: tuple[str, str, str]) -> Tensor:
+        """As mlp, of several experts with as many tokens each: [experts, tokens, hidden]."""
+        gate, up, down = ([f"{name}.{part}.weight" for name in names] for part in parts)
+        round_, matmul = self.arithmetic.round, self.arithmetic.matmul
+        gated = round_(F.silu(matmul(x, self.weights(gate).transpose(1, 2))))
+        return matmul(round_(gated * matmul(x, self.weights(up).transpose(1, 2))), self.weights(down).transpose(1, 2))
 
     def by_softmax(self, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """Mixtral, Qwen: softmax over all experts, then the k largest, which some models rescale to sum to one."""
@@ -241,4 +301,4 @@ def yarn_temperature(config: ModelConfig) -> float:
 
 
 def as_numpy(result: Result) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return result.logits.numpy(), result.keys.numpy(), result.values.numpy()
+    return result.logits.cpu().numpy(), result.keys.cpu().numpy(), result.values.cpu().numpy()

@@ -20,6 +20,7 @@ from tideforge.errors import UserError
 
 NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 INDEX = "model.safetensors.index.json"
+RANDOM = "random.json"  # in its place a folder holds no weights but how to draw them (random_weights.py)
 REMEDY = "fetch the checkpoint again"
 Tensors = dict[str, tuple[str, np.ndarray]]  # name -> (safetensors dtype, array as stored)
 
@@ -54,6 +55,11 @@ class Checkpoint:
         """The tensor in fp32; a view when it is stored so, a copy otherwise. Exact for fp16 and bfloat16."""
         dtype, array = self.stored(name)
         return to_float32(dtype, array)
+
+
+def of_both_kinds(folder: Path) -> UserError:
+    """A folder of random weights and files must not be taken for the other."""
+    return UserError(str(folder), f"holds {RANDOM} and safetensors, or would", "take another folder")
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, str, np.ndarray]]:
