@@ -135,3 +135,46 @@ def test_smollm2_reference_matches_transformers() -> None:
     result = ReferenceModel(SMOLLM2).forward(tokens)
     for ours, theirs in zip(result, by_transformers(SMOLLM2, tokens), strict=True):
         np.testing.assert_allclose(ours.numpy(), theirs, atol=1e-3, rtol=0)
+
+
+LENGTHS = (23, 9, 31)
+
+
+def test_sequences_computed_together_are_computed_each_by_itself(folder: Path) -> None:
+    model = ReferenceModel(folder)
+    rng = np.random.default_rng(6)
+    sequences = [rng.integers(3, doubles.VOCAB, length).tolist() for length in LENGTHS]
+    together = model.together(sequences)
+    apart = [model.forward(sequence) for sequence in sequences]
+    torch.testing.assert_close(together.logits, torch.cat([one.logits for one in apart]), atol=3e-5, rtol=0)
+    for name in ("keys", "values"):
+        expected = torch.cat([getattr(one, name) for one in apart], dim=1)
+        torch.testing.assert_close(getattr(together, name), expected, atol=3e-5, rtol=0)
+
+
+def test_chains_scored_together_are_scored_each_by_itself(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(7)
+    chains = [
+        (rng.integers(3, doubles.VOCAB, length).tolist(), start)
+        for length, start in zip(LENGTHS, (4, 8, 30), strict=True)
+    ]
+    for tokens_at_once in (2048, 40, 5):  # all, the first two and the last, one by one
+        monkeypatch.setattr("tideforge.engine.reference.TOGETHER", tokens_at_once)
+        found = reference.scores(chains)
+        assert len(found) == 3
+        for (tokens, start), (maximum, emitted, argmax) in zip(chains, found, strict=True):
+            logits = reference.logits(tokens)[start - 1 : -1]
+            np.testing.assert_allclose(maximum, logits.max(1), atol=3e-5)
+            np.testing.assert_allclose(
+                emitted, np.take_along_axis(logits, np.array(tokens[start:])[:, None], 1)[:, 0], atol=3e-5
+            )
+            assert argmax.tolist() == logits.argmax(1).tolist()
+    assert reference.scores([]) == []
+
+
+def test_experts_upcast_a_few_at_a_time_are_the_same_experts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = ReferenceModel(folder).forward(TOKENS).logits
+    monkeypatch.setattr("tideforge.engine.reference_model.UPCAST", 3 * 64 * 64)
+    torch.testing.assert_close(ReferenceModel(folder).forward(TOKENS).logits, expected, atol=3e-5, rtol=0)

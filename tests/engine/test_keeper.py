@@ -1,0 +1,146 @@
+"""What the keeper holds of random weights: the values of a written checkpoint, in place, and again after a store."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tideforge.engine import device, memory, random_weights, segment
+from tideforge.engine.config import Settings
+from tideforge.engine.keeper import Keeper
+from tideforge.engine.lab import Lab
+from tideforge.engine.random_weights import RandomWeights, describe, write
+from tideforge.engine.segment import DeviceSegment, Segment, checksum
+from tideforge.engine.stored import open_folder
+from tideforge.engine.worker import map_weights
+from tideforge.errors import ProtocolError
+
+CPU = torch.device("cpu")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@pytest.fixture
+def fake_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device memory that is the host's."""
+    monkeypatch.setattr(
+        device,
+        "allocate",
+        lambda size, place: (memory.create_segment("fake", size), torch.empty(size, dtype=torch.uint8)),
+    )
+    monkeypatch.setattr(random_weights, "kind_of", lambda place: "fake")
+
+
+def held(lab: Lab) -> dict[str, torch.Tensor]:
+    """As a worker maps them."""
+    answer = lab._ask_weights()
+    assert len(answer.fds) == 1
+    return map_weights(answer.fds[0], answer.header["bytes"], answer.header["entries"], DTYPES[lab.settings.dtype], CPU)
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_a_keeper_of_its_own_process_holds_what_the_reference_draws(dtype, tmp_path, end_keeper) -> None:
+    model, state = describe(tmp_path / "m", "moe-tiny", 5), tmp_path / "s"
+    end_keeper(state)
+    stored = open_folder(model)
+    with contextlib.closing(Lab(Settings(state, model, dtype=dtype))) as lab:
+        weights = held(lab)
+        assert list(weights) == stored.names and len(lab.weights_sha256) == 64 and lab.weights_intact()
+        for name, tensor in weights.items():
+            assert torch.equal(tensor, stored.tensor(name, CPU).to(DTYPES[dtype])), name
+
+
+def test_the_hash_says_which_weights_they_are(tmp_path) -> None:
+    def sha256(name: str, shape: str, seed: int, dtype: str = "float32", layers: int | None = None) -> str:
+        return Keeper(describe(tmp_path / name, shape, seed, layers), dtype).sha256
+
+    one = sha256("a", "llama-tiny", 0)
+    assert one == sha256("b", "llama-tiny", 0)  # whatever the folder
+    others = [
+        sha256("c", "llama-tiny", 1), sha256("d", "llama-tiny", 0, "bfloat16"), sha256("e", "llama-tiny", 0, layers=1),
+        sha256("f", "moe-tiny", 0),
+    ]  # fmt: skip
+    assert len({one, *others}) == 5
+
+
+@pytest.mark.parametrize("make", [describe, write])
+def test_a_store_into_device_memory_is_seen_and_undone(make: Callable[..., Path], tmp_path, fake_device) -> None:
+    model = make(tmp_path / "m", "llama-tiny", 2)
+    keeper = Keeper(model, "bfloat16", "cuda")
+    assert isinstance(keeper.weights, DeviceSegment)
+    pages = keeper.weights.pages
+    assert len(keeper.weights.fds) == (1 if make is describe else 2)  # no mirror of what can be drawn
+    stored = open_folder(model)
+    for entry in keeper.entries:
+        found = pages[entry.offset : entry.offset + entry.bytes].view(torch.bfloat16).reshape(entry.shape)
+        assert torch.equal(found, stored.tensor(entry.name, CPU))
+    before = pages.clone()
+    assert keeper.answer({"type": "intact"})[0]["intact"]
+    for at in (0, len(pages) // 2, len(pages) - 1):
+        pages[at] ^= 1
+        assert not keeper.answer({"type": "intact"})[0]["intact"]
+        assert torch.equal(pages, before)
+        assert keeper.answer({"type": "intact"})[0]["intact"]
+    assert keeper.loads == 1
+
+
+def test_what_cannot_be_written_again_is_an_error(fake_device) -> None:
+    values = iter(range(1, 9))
+
+    def fill(pages: torch.Tensor) -> None:
+        pages.fill_(next(values))
+
+    unsteady = DeviceSegment("w", 64, "cuda", fill)
+    unsteady.publish()
+    assert unsteady.restore()
+    unsteady.pages[3] = 0
+    with pytest.raises(ProtocolError, match="cannot be restored"):
+        unsteady.restore()
+
+
+def test_drawn_host_memory_is_sealed() -> None:
+    def fill(pages: torch.Tensor) -> None:
+        pages.fill_(7)
+
+    made = Segment("w", 4096, fill)
+    made.publish()
+    assert os.pread(made.fds[0], 4097, 0) == bytes([7]) * 4096
+    with pytest.raises(PermissionError):
+        mmap.mmap(made.fds[0], 4096)
+    assert made.restore()
+    made.close()
+
+
+def test_a_checksum_counts_every_bit_and_its_place(monkeypatch) -> None:
+    monkeypatch.setattr(segment, "WORDS", 16)  # of 64: several parts
+    torch.manual_seed(0)
+    pages = torch.randint(0, 256, (512,), dtype=torch.uint8)
+    words = [int.from_bytes(bytes(pages[at : at + 8].tolist()), "little") for at in range(0, 512, 8)]
+    assert checksum(pages) == sum(word * (2 * place + 1) for place, word in enumerate(words)) % (1 << 64)
+    before = checksum(pages)
+    for at in range(512):
+        pages[at] ^= 1 << at % 8
+        assert checksum(pages) != before
+        pages[at] ^= 1 << at % 8
+    assert checksum(pages) == before != checksum(torch.cat((pages[8:16], pages[:8], pages[16:])))
+
+
+def test_tensors_are_drawn_into_the_segment_and_nowhere_else(tmp_path, fake_device, monkeypatch) -> None:
+    """However large the model: nothing as large as a tensor of several chunks is made beside it."""
+    monkeypatch.setattr(random_weights, "CHUNK", 1 << 10)
+    made: list[int] = []
+    plain = torch.empty
+
+    def counted(*size, **options) -> torch.Tensor:
+        made.append(size[0])
+        return plain(*size, **options)
+
+    monkeypatch.setattr(random_weights.torch, "empty", counted)
+    monkeypatch.setattr(RandomWeights, "tensor", None)
+    keeper = Keeper(describe(tmp_path / "m", "moe-tiny"), "float32", "cuda")
+    assert len(made) > len(keeper.entries) and max(made[1:]) == 1 << 10
