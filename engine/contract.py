@@ -55,6 +55,10 @@ class Context:
     `dtype` is what activations are computed in. A weight's precision is its own tensor's dtype; today all have the endpoint's.
     An FP8 weight comes as float8_e4m3fn, with its scales under the checkpoint's name for them (`X.weight_scale_inv`); FP4 as
     uint8, two numbers a byte, with scales alike.
+
+    All weights are views of one piece of memory that every worker maps, so a copy costs each worker its size. The keeper lays them
+    out by name, numbers in it counted as such: experts of one size lie at equal distances, and a strided view over one
+    part of all of them (torch.as_strided) needs no copy. Nothing promises that: compare the tensors' data_ptr() first.
     """
 
     config: ModelConfig

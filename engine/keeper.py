@@ -11,6 +11,7 @@ import hashlib
 import math
 import mmap
 import os
+import re
 import signal
 import socket
 import threading
@@ -38,6 +39,11 @@ def convert(array: np.ndarray, stored: str, wanted: str) -> np.ndarray:
         bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return array.astype(wanted)
+
+
+def by_numbers(name: str) -> list[str | int]:
+    """Sorts expert 2 before expert 10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 class Keeper:
@@ -90,12 +96,14 @@ class Keeper:
         self.sha256 = drawn.digest(torch.device(self.device), self.weights.checksum)
 
     def _lay_out(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.entries: list[memory.TensorEntry] = []
+        """Entries in the order of `shapes`, places in that of names: the experts of a layer lie one after another (contract.Context)."""
+        places: dict[str, memory.TensorEntry] = {}
         self.size = 0
-        for name, shape in shapes.items():
-            size = math.prod(shape) * memory.ITEM_BYTES[self.dtype]
-            self.entries.append(memory.TensorEntry(name, shape, self.size, size))
+        for name in sorted(shapes, key=by_numbers):
+            size = math.prod(shapes[name]) * memory.ITEM_BYTES[self.dtype]
+            places[name] = memory.TensorEntry(name, shapes[name], self.size, size)
             self.size += -(-size // memory.ALIGN) * memory.ALIGN
+        self.entries = [places[name] for name in shapes]
 
     def _segment(self, name: str, size: int, filler: Filler | None = None) -> Segment:
         if self.device == "cpu":

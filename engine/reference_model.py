@@ -219,7 +219,7 @@ class _Run:
     def experts(self, x: Tensor, chosen: Tensor, name: str, parts: tuple[str, str, str]) -> Tensor:
         """What each of a token's chosen experts [T, k] makes of it: [T, k, hidden]. The host asks once, who was chosen how often."""
         by_expert, order = chosen.flatten().sort(stable=True)
-        used, counts = (t.tolist() for t in by_expert.unique_consecutive(return_counts=True))
+        used, counts = torch.stack(by_expert.unique_consecutive(return_counts=True)).tolist()
         rows = x[order // chosen.shape[1]].split(counts)
         size = max(1, UPCAST // (x.shape[1] * self.config.moe_intermediate_size))
         made: list[Tensor] = []

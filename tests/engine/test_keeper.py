@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 from collections.abc import Callable
@@ -87,6 +88,19 @@ def test_a_store_into_device_memory_is_seen_and_undone(make: Callable[..., Path]
         assert torch.equal(pages, before)
         assert keeper.answer({"type": "intact"})[0]["intact"]
     assert keeper.loads == 1
+
+
+@pytest.mark.parametrize("make", [describe, write])
+def test_experts_lie_at_equal_distances(make: Callable[..., Path], tmp_path) -> None:
+    keeper = Keeper(make(tmp_path / "m", "moe-tiny"), "bfloat16")
+    places = {entry.name: entry.offset for entry in keeper.entries}
+    sizes = {entry.name: entry.bytes for entry in keeper.entries}
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        found = [places[f"model.layers.1.mlp.experts.{expert}.{part}.weight"] for expert in range(16)]
+        assert {b - a for a, b in itertools.pairwise(found)} == {3 * 48 * 64 * 2}
+    ordered = sorted(places, key=places.__getitem__)
+    assert all(places[a] + sizes[a] <= places[b] for a, b in itertools.pairwise(ordered))
+    assert places[ordered[-1]] + sizes[ordered[-1]] <= keeper.size < sum(sizes.values()) + 64 * len(sizes)
 
 
 def test_what_cannot_be_written_again_is_an_error(fake_device) -> None:
