@@ -27,7 +27,7 @@ from tideforge.errors import UserError
 
 __all__ = ["SHAPES", "Drawn", "RandomWeights", "describe", "tensors", "write"]
 VERSION = 1  # of how values come from a seed; CHUNK is a part of it
-CHUNK = 1 << 24  # numbers that are drawn at once: what memory it takes beside the tensor
+CHUNK = 1 << 24  # numbers that are drawn at once, and what memory it takes where they are not wanted in bf16
 
 
 def describe(folder: Path, shape: str, seed: int = 0, layers: int | None = None) -> Path:
@@ -89,17 +89,16 @@ class RandomWeights:
     def fill(self, name: str, target: Tensor) -> None:
         """Overwrites a contiguous tensor of as many numbers, whatever its float type; the values are bf16's.
 
-        One launch a CHUNK where the target is bf16 on a GPU. Not for two threads at once.
+        One launch a CHUNK where the target is bf16. Not for two threads at once.
         """
         entry, stream = self.drawn[name], self._stream(target.device)
         stream.manual_seed(_seed_of(self.seed, name))
         for part in target.view(-1).split(CHUNK):
-            if part.is_cuda and part.dtype is torch.bfloat16:
-                part.normal_(entry.mean, entry.deviation, generator=stream)
-            else:  # torch's CPU generator makes bf16 from 256 numbers only
-                wide = torch.bfloat16 if part.is_cuda else torch.float32
-                values = torch.empty(len(part), dtype=wide, device=part.device)
-                part.copy_(values.normal_(entry.mean, entry.deviation, generator=stream).to(torch.bfloat16))
+            in_place = part.dtype is torch.bfloat16
+            values = part if in_place else torch.empty(len(part), dtype=torch.bfloat16, device=part.device)
+            values.normal_(entry.mean, entry.deviation, generator=stream)
+            if not in_place:
+                part.copy_(values)
 
     def tensor(self, name: str, device: torch.device) -> Tensor:
         """In bf16, drawn anew each time."""
@@ -154,10 +153,10 @@ def _config(shape: str, layers: int | None) -> dict[str, Any]:
 def _holds(folder: Path, config: Mapping[str, Any], origin: Mapping[str, str]) -> bool:
     from safetensors import safe_open
 
-    path = folder / "config.json"
-    if not path.exists() or json.loads(path.read_text()) != config:
+    path, weights = folder / "config.json", folder / "model.safetensors"
+    if not (path.exists() and weights.exists()) or json.loads(path.read_text()) != config:
         return False
-    with safe_open(folder / "model.safetensors", "pt") as file:
+    with safe_open(weights, "pt") as file:
         return bool(file.metadata() == origin)
 
 

@@ -13,7 +13,7 @@ import torch
 from tideforge.engine import doubles
 from tideforge.engine.config import ModelConfig, Settings
 from tideforge.engine.model_config import RAW, model_for
-from tideforge.engine.reference_model import rope, yarn_temperature
+from tideforge.engine.reference_rope import rope, yarn_temperature
 from tideforge.errors import UserError
 
 LLAMA_1B: dict[str, Any] = {
