@@ -22,10 +22,11 @@ from typing import Any
 from tideforge.engine import protocol
 from tideforge.engine.archive import Archive, write_atomic
 from tideforge.engine.client import CONTROL, SOCKET
-from tideforge.engine.evaluate import Bench, ServiceConfig
+from tideforge.engine.evaluate import Bench
 from tideforge.engine.events import log_event, read_events
 from tideforge.engine.forward import Forward
 from tideforge.engine.outcome import Outcome, Trial
+from tideforge.engine.service_config import ServiceConfig
 from tideforge.errors import CandidateError, PeerGone, ProtocolError
 
 WAIT_SLICE_S = 10.0
@@ -201,7 +202,7 @@ def engine_source() -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="evaluate candidates for an endpoint")
-    parser.add_argument("--config", type=Path, required=True, help="JSON, see evaluate.ServiceConfig")
+    parser.add_argument("--config", type=Path, required=True, help="JSON, see service_config.ServiceConfig")
     args = parser.parse_args()
     config = ServiceConfig.read(args.config)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))

@@ -10,9 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-from tideforge.engine.evaluate import ServiceConfig
 from tideforge.engine.events import log_event
 from tideforge.engine.guard import die_with_parent
+from tideforge.engine.service_config import ServiceConfig
 
 MAX_RESTARTS = 10
 PAUSE_S = 0.5

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from tideforge.engine.archive import read_trials
 from tideforge.engine.client import SOCKET, EngineClient, EngineControl
-from tideforge.engine.evaluate import ServiceConfig
 from tideforge.engine.forward import KNOBS, Forward
 from tideforge.engine.guard import has_ended
 from tideforge.engine.outcome import Trial
+from tideforge.engine.service_config import ServiceConfig
 from tideforge.errors import CandidateError, TideforgeError, UserError
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.incumbent import serving_forward

@@ -16,9 +16,10 @@ import numpy as np
 from tideforge.data.workload import RequestShape, Workload
 from tideforge.engine import measure
 from tideforge.engine.config import Settings
-from tideforge.engine.evaluate import Bench, ServiceConfig
+from tideforge.engine.evaluate import Bench
 from tideforge.engine.forward import Forward
 from tideforge.engine.outcome import Outcome, Trial
+from tideforge.engine.service_config import ServiceConfig
 
 KERNEL = '''"""SwiGLU as one kernel."""
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from tideforge.data.files import sha256_file, write_whole
 from tideforge.engine.archive import read_trials
 from tideforge.engine.client import SOCKET, EngineClient, EngineControl
-from tideforge.engine.evaluate import ServiceConfig
 from tideforge.engine.events import read_events
 from tideforge.engine.guard import start_detached
+from tideforge.engine.service_config import ServiceConfig
 from tideforge.errors import UserError
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.incumbent import incumbent_folder

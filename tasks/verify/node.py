@@ -18,12 +18,13 @@ from tideforge.data.workload import RequestShape, Workload
 from tideforge.engine import check, measure
 from tideforge.engine.compare import Bounds
 from tideforge.engine.config import Settings
-from tideforge.engine.evaluate import INCUMBENT_RETRIES, environment, for_trials, new_core
+from tideforge.engine.evaluate import INCUMBENT_RETRIES, environment
 from tideforge.engine.events import log_event
 from tideforge.engine.executor import RemoteExecutor
 from tideforge.engine.forward import Forward
 from tideforge.engine.lab import Lab
 from tideforge.engine.reference import Reference
+from tideforge.engine.service_config import for_trials, new_core
 from tideforge.errors import CandidateError, IncumbentLost, UserError
 from tideforge.tasks.endpoint import Budget, Endpoint
 from tideforge.tasks.machine import settings_for

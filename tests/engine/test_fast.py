@@ -13,9 +13,10 @@ from tideforge.data.workload import RequestShape, Workload
 from tideforge.engine import fast
 from tideforge.engine.config import ModelConfig, Settings
 from tideforge.engine.doubles import tiny_llama
-from tideforge.engine.evaluate import Bench, ServiceConfig
+from tideforge.engine.evaluate import Bench
 from tideforge.engine.measure import Answer, Block
 from tideforge.engine.outcome import Outcome, Trial
+from tideforge.engine.service_config import ServiceConfig
 from tideforge.errors import CandidateError
 
 LLAMA = Path(__file__).parents[2] / "engine" / "models" / "llama"

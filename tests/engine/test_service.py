@@ -14,12 +14,12 @@ import pytest
 from tideforge.data.workload import RequestShape, Workload
 from tideforge.engine.client import CONTROL, EngineClient, EngineControl, call
 from tideforge.engine.config import Settings
-from tideforge.engine.evaluate import ServiceConfig
 from tideforge.engine.events import log_event, read_events
 from tideforge.engine.forward import Forward
 from tideforge.engine.guard import start_detached
 from tideforge.engine.outcome import Outcome
 from tideforge.engine.service import Service
+from tideforge.engine.service_config import ServiceConfig
 from tideforge.errors import ProtocolError, UserError
 
 LLAMA = Path(__file__).parents[2] / "engine" / "models" / "llama"

@@ -40,7 +40,8 @@ from pathlib import Path
 from tideforge.data.workload import RequestShape, Workload
 from tideforge.engine.config import Settings
 from tideforge.engine.doubles import tiny_llama
-from tideforge.engine.evaluate import Bench, ServiceConfig
+from tideforge.engine.evaluate import Bench
+from tideforge.engine.service_config import ServiceConfig
 from tideforge.engine.outcome import Trial
 folder = Path(sys.argv[1])
 shapes = tuple(RequestShape(6 + i, 3) for i in range(4))

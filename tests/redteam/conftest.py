@@ -19,12 +19,12 @@ from tideforge.data.workload import RequestShape, Workload
 from tideforge.engine.client import EngineClient, EngineControl
 from tideforge.engine.config import Settings
 from tideforge.engine.doubles import tiny_llama
-from tideforge.engine.evaluate import ServiceConfig
 from tideforge.engine.events import read_events
 from tideforge.engine.forward import Forward
 from tideforge.engine.guard import start_detached
 from tideforge.engine.lab import keeper_status
 from tideforge.engine.outcome import Trial
+from tideforge.engine.service_config import ServiceConfig
 
 HARM = Path(__file__).parent / "harm"
 LLAMA = Path(tideforge.engine.__file__).parent / "models" / "llama"

@@ -1,0 +1,74 @@
+"""What a service is started with, and what its trials make of an endpoint's settings. Plain records: no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from tideforge.data.workload import Workload
+from tideforge.engine.archive import write_atomic
+from tideforge.engine.blocks import BlockPool
+from tideforge.engine.config import Settings, bucket
+from tideforge.engine.core import EngineCore
+
+TRIAL_STEPS = 32  # decodes that are timed as one: some 50 ms on a GPU
+MOST_CAPTURED = 2048  # tokens of a prefill; beyond it the device is busy longer than the host needs to launch
+
+
+@dataclasses.dataclass(frozen=True)
+class ServiceConfig:
+    """What the service is started with."""
+
+    settings: Settings
+    night: Path  # folder of this night: trials, events, tuned knobs
+    incumbent: Path  # folder of the forward that serves
+    workload: Path
+    passes: int = 2  # lockstep passes over the search part a trial takes at most
+    trial_s: float = 60.0
+    allow_imports: tuple[str, ...] = ()
+    tune: bool = True
+    noise_trials: int = 0  # of the incumbent against itself, before any candidate's; they widen every interval
+    bandwidth_bytes_per_s: float | None = None  # spec sheet; None: no floor is applied
+    cache_bytes: int = 0
+    exit_at: float | None = None  # seconds since the epoch; an idle service ends then, whatever became of its flow
+
+    def write(self, path: Path) -> None:
+        paths = {name: str(getattr(self, name)) for name in ("night", "incumbent", "workload")}
+        raw = {**vars(self), **paths, "settings": self.settings.to_dict()}
+        write_atomic(path, json.dumps(raw, indent=1))
+
+    @classmethod
+    def read(cls, path: Path) -> ServiceConfig:
+        raw = json.loads(path.read_text())
+        return cls(
+            **{
+                **raw,
+                "settings": Settings.from_dict(raw["settings"]),
+                "night": Path(raw["night"]),
+                "incumbent": Path(raw["incumbent"]),
+                "workload": Path(raw["workload"]),
+                "allow_imports": tuple(raw["allow_imports"]),
+            }
+        )
+
+
+def new_core(settings: Settings) -> EngineCore:
+    """A scheduler and block pool of its own; prefixes are not shared, so that a replay computes all of its prompt."""
+    return EngineCore(settings.limits, BlockPool(settings.num_blocks, settings.block_size, prefix_cache=False))
+
+
+def for_trials(settings: Settings, workload: Workload) -> Settings:
+    """Fewer graphs than a server needs: all users at once, fewer as they finish, contexts up to the workload's longest."""
+    if not settings.capture_rows:
+        return settings
+    shapes = (*workload.search, *workload.held_out)
+    context = bucket(max(shape.prompt_tokens + shape.output_tokens for shape in shapes))
+    rows = {workload.users, *(1 << power for power in range(workload.users.bit_length()))}
+    prompts = [shape.prompt_tokens for shape in shapes]
+    most = min(MOST_CAPTURED, bucket(workload.users * max(prompts)), bucket(settings.limits.max_num_batched_tokens))
+    tokens = [1 << power for power in range(12) if bucket(min(prompts)) <= 1 << power <= most]
+    return dataclasses.replace(
+        settings, capture_rows=tuple(sorted(rows)), capture_tokens=tuple(tokens), capture_contexts=(context,),
+        limits=dataclasses.replace(settings.limits, decode_steps=min(settings.limits.decode_steps, TRIAL_STEPS)),
+    )  # fmt: skip
