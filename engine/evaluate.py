@@ -5,7 +5,6 @@ Every failure is a CandidateError with the outcome that was observed; it ends th
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -28,16 +27,16 @@ from tideforge.engine.memory import ITEM_BYTES, Arena
 from tideforge.engine.outcome import Figures, Outcome, Trial
 from tideforge.engine.reference import Reference
 from tideforge.engine.screen import screen
-from tideforge.engine.service_config import ServiceConfig, for_trials, new_core
+from tideforge.engine.service_config import ServiceConfig, for_bench, new_core
+from tideforge.engine.spares import Spares
 from tideforge.engine.ward import Census
-from tideforge.errors import CandidateError, IncumbentLost, ProtocolError
+from tideforge.errors import CandidateError, IncumbentLost
 
 FAST = "fast"
 TIERS = ("slow", FAST)
 WARM_REQUESTS = 4
 CHECKED_ANSWERS = 3
 MAX_STAGE_S = 30.0
-TRIES = 3  # tries to get a worker for a candidate
 HOPELESS = 0.97  # below this ratio after a pass, no further pass is spent
 MIN_PAIRS = 8  # of steps, before an interval decides anything: the spread of a few is luck
 PRECISE = 0.01  # half-width of the ratio's interval at which a trial ends
@@ -64,18 +63,18 @@ class Bench:
     def __init__(self, config: ServiceConfig) -> None:
         self.config = config
         self.workload = Workload.read(config.workload)
-        self.lab = Lab(for_trials(config.settings, self.workload), config.night)
+        self.lab = Lab(for_bench(config.settings, self.workload), config.night)
         self.layers = range(self.lab.config.num_hidden_layers)
         self.corpus = self.workload.corpus[: len(self.workload.corpus) // 2]
         self.reference = Reference.start(config.settings.model, config.settings.state, device=config.settings.device)
         self.bounds = self.reference.bounds(config.settings.dtype, self.corpus)
-        self.arenas = {name: self.lab.arena(f"search-{name}") for name in ("incumbent", "candidate")}
+        self.arena = self.lab.arena("search-incumbent")
         self.step_timeout_s = 60.0
         self.incumbent, self.settings = Forward.load(config.incumbent), self.lab.settings
         self.incumbent_worker = self._start_incumbent()
         self._tune()
-        self.spares: list[RemoteExecutor] = []
-        self._refill()
+        self.spares = Spares(self.lab, 1, config.night)
+        self.spares.refill()
         self._fast: FastTier | None = None
         self.noise: tuple[float, ...] = ()
         self.noise = self._measure_noise()
@@ -86,7 +85,7 @@ class Bench:
 
     def _start_incumbent(self) -> RemoteExecutor:
         """A worker that never loads a candidate; its longest step sets the deadline of a candidate's."""
-        worker = self.lab.spawn(self.incumbent, self.arenas["incumbent"])
+        worker = self.lab.spawn(self.incumbent, self.arena)
         side = measure.Side.of(self.incumbent.id, new_core(self.settings), worker)
         begin = time.perf_counter()
         if self.settings.capture_rows:
@@ -134,11 +133,9 @@ class Bench:
     def _best_knobs(self) -> dict[str, Any]:
         """max_num_batched_tokens by interleaved replays on the incumbent's own worker: two rounds, best median."""
         own = self.incumbent.knobs
-        largest = self.config.settings.limits.max_num_batched_tokens
+        largest = self.lab.settings.limits.max_num_batched_tokens
         options = [own] + [
-            {**own, "max_num_batched_tokens": n}
-            for n in (largest // 4,)
-            if n >= self.config.settings.limits.max_num_seqs
+            {**own, "max_num_batched_tokens": n} for n in (largest // 4,) if n >= self.lab.settings.limits.max_num_seqs
         ]
         seconds: dict[int, list[float]] = {index: [] for index in range(len(options))}
         with self.lab.clock():
@@ -146,7 +143,7 @@ class Bench:
                 shapes, prompts = self.replay()
                 for index, knobs in enumerate(options):
                     side = measure.Side.of(
-                        self.incumbent.id, new_core(self.config.settings.with_knobs(knobs)), self.incumbent_worker
+                        self.incumbent.id, new_core(self.lab.settings.with_knobs(knobs)), self.incumbent_worker
                     )
                     block = measure.run_block(side.core, side.forward, shapes, prompts, self.workload.users)
                     seconds[index].append(block.seconds)
@@ -160,13 +157,13 @@ class Bench:
         if not path.exists():
             logs = []
             for _ in range(self.config.noise_trials):
-                worker = self._take_spare()
+                worker = self.spares.take()
                 try:
                     self.lab.stage(worker, self.incumbent, self.layers)
                     logs.append(math.log(self._measure(worker, self.incumbent, Spent()).ratio))
                 finally:
-                    self.lab.release(worker)
-                    self._refill()
+                    self.spares.release(worker)
+                    self.spares.refill()
             write_atomic(path, json.dumps({"log_ratios": logs}))
         return tuple(json.loads(path.read_text())["log_ratios"])
 
@@ -180,9 +177,9 @@ class Bench:
             screen(forward, self.config.allow_imports)
             self._require_frozen_knobs(forward)
             spent.begin = time.perf_counter()
-            worker = self._take_spare()
+            worker = self.spares.take()
             log_event(self.config.night, "trial_worker", trial=trial.id, worker=worker.pid)
-            self._refill()  # beside the staging, so that the next trial need not wait for it
+            self.spares.refill()  # beside the staging, so that the next trial need not wait for it
             before = worker.ward.census()
             if trial.tier == FAST:
                 figures = self._fast_tier().evaluate(worker, forward, spent)
@@ -199,9 +196,8 @@ class Bench:
             done = dataclasses.replace(trial, outcome=Outcome.NOT_MEASURED, message=str(lost))
         finally:
             if worker is not None:
-                self.lab.release(worker)
-                self.arenas["candidate"].fill(0xFF)
-            self._refill()
+                self.spares.release(worker)
+            self.spares.refill()
         if worker is not None and not self.lab.weights_intact():
             message = "the weights' checksum is another than before it; they are restored"
             done = dataclasses.replace(trial, outcome=Outcome.WEIGHTS_WRITTEN, message=message)
@@ -231,44 +227,16 @@ class Bench:
                 "refused", f"knobs are frozen at the incumbent's best, {json.dumps(self.incumbent.knobs)}"
             )
 
-    def _refill(self) -> None:
-        """Starts the spares that are missing; a machine that is short of something is asked again at the next trial."""
-        try:
-            while len(self.spares) < self.lab.settings.spares:
-                self.spares.append(self.lab.spare(self.arenas["candidate"]))
-        except (ProtocolError, OSError) as error:
-            log_event(self.config.night, "no_worker", message=str(error))
-
-    def _settle(self) -> None:
-        """On the CPU a start takes a core, and no clock may run beside it. On a GPU spares wait for the clock by themselves."""
-        for worker in self.spares if self.settings.device == "cpu" else ():
-            with contextlib.suppress(CandidateError):  # seen again when it is taken
-                self.lab.wait_ready(worker)
-
-    def _take_spare(self) -> RemoteExecutor:
-        """The oldest spare, attached; a spare that died meanwhile is replaced."""
-        for _ in range(TRIES):
-            self._refill()
-            if not self.spares:
-                time.sleep(1.0)
-                continue
-            worker = self.spares.pop(0)
-            with contextlib.suppress(CandidateError):
-                self.lab.wait_ready(worker)
-                if worker.alive:
-                    return worker
-            self.lab.release(worker)
-        raise CandidateError("exited", f"{TRIES} spare workers in a row ended before they were given the candidate")
-
     def _measure(self, worker: RemoteExecutor, forward: Forward, spent: Spent) -> Figures:
         # On a GPU the first steps compile: they share the allowance of the staging.
         worker.step_timeout_s = self.step_timeout_s if self.settings.device == "cpu" else self.stage_timeout_s()
         candidate = measure.Side.of(forward.id, new_core(self.settings), worker)
         begin = time.perf_counter()
-        self._check_eagerly(candidate, self.arenas["candidate"])
+        self._check_eagerly(candidate, worker.arena)
         spent.check_s = time.perf_counter() - begin
         worker.step_timeout_s = self.step_timeout_s
-        self._settle()
+        if self.settings.device == "cpu":  # there a start takes a core, and no clock may run beside it
+            self.spares.settle()
         begin = time.perf_counter()
         with self.lab.clock():
             spent.capture_s = self.lab.capture(worker)

@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,7 @@ class Lab:
         self.layout = settings.arena_layout(self.config)
         settings.state.mkdir(parents=True, exist_ok=True)
         self._keeper: socket.socket | None = None
+        self._asking = threading.RLock()  # one question to the keeper at a time
         self._weights: protocol.Message | None = None
         self.nursery = Nursery(settings.state / "logs" / "workers.log", worker_environment(settings.threads))
         self._workers: list[RemoteExecutor] = []
@@ -64,15 +66,16 @@ class Lab:
         return self._keeper
 
     def _ask_weights(self) -> protocol.Message:
-        if self._weights is None:
-            self._weights = protocol.call(self._keeper_socket(), {"type": "weights"}, START_TIMEOUT_S)
-        return self._weights
+        with self._asking:
+            if self._weights is None:
+                self._weights = self.ask_keeper({"type": "weights"})
+            return self._weights
 
     def arena(self, name: str) -> Arena:
         """The named KV arena and logits buffer, owned by the keeper."""
         self.nursery.start()  # whoever has an arena wants a worker soon
         request = {"type": "arena", "name": name, "bytes": self.layout.bytes}
-        fds = protocol.call(self._keeper_socket(), request, START_TIMEOUT_S).fds
+        fds = self.ask_keeper(request).fds
         return Arena(self.layout, fds, _Kept(self, name) if self.settings.device != "cpu" else None)
 
     def weights_intact(self) -> bool:
@@ -80,7 +83,8 @@ class Lab:
         return bool(self.ask_keeper({"type": "intact"}).header["intact"])
 
     def ask_keeper(self, request: dict[str, Any]) -> protocol.Message:
-        return protocol.call(self._keeper_socket(), request, START_TIMEOUT_S)
+        with self._asking:
+            return protocol.call(self._keeper_socket(), request, START_TIMEOUT_S)
 
     def spare(self, arena: Arena) -> RemoteExecutor:
         """A worker with memory mapped, waiting for a forward."""
@@ -154,7 +158,8 @@ class Lab:
         """The folder of a forward's compiled kernels, its own; it begins with those that the trusted forward compiled."""
         folder = (self.settings.state / "kernels" / forward.id).resolve()
         if not folder.exists() and self.trusted_kernels is not None and self.trusted_kernels.exists():
-            shutil.copytree(self.trusted_kernels, folder)
+            # Triton writes under such names before it renames; the incumbent or a spare may be compiling now.
+            shutil.copytree(self.trusted_kernels, folder, ignore=shutil.ignore_patterns("tmp.*"))
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 

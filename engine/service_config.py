@@ -63,7 +63,7 @@ def for_trials(settings: Settings, workload: Workload) -> Settings:
     if not settings.capture_rows:
         return settings
     shapes = (*workload.search, *workload.held_out)
-    context = bucket(max(shape.prompt_tokens + shape.output_tokens for shape in shapes))
+    context = bucket(longest_context(workload))
     rows = {workload.users, *(1 << power for power in range(workload.users.bit_length()))}
     prompts = [shape.prompt_tokens for shape in shapes]
     most = min(MOST_CAPTURED, bucket(workload.users * max(prompts)), bucket(settings.limits.max_num_batched_tokens))
@@ -72,3 +72,18 @@ def for_trials(settings: Settings, workload: Workload) -> Settings:
         settings, capture_rows=tuple(sorted(rows)), capture_tokens=tuple(tokens), capture_contexts=(context,),
         limits=dataclasses.replace(settings.limits, decode_steps=min(settings.limits.decode_steps, TRIAL_STEPS)),
     )  # fmt: skip
+
+
+def for_bench(settings: Settings, workload: Workload) -> Settings:
+    """As for trials, with no more pages than they need twice: of the arenas of a bench there are many.
+
+    Twice, so that a sequence does not always get the pages that the one before it left.
+    """
+    each = -(-longest_context(workload) // settings.block_size) + 1
+    needed = 2 * workload.users * each + 1  # block 0 is the dummy page
+    return dataclasses.replace(for_trials(settings, workload), num_blocks=min(settings.num_blocks, needed))
+
+
+def longest_context(workload: Workload) -> int:
+    """Tokens of the workload's longest request, its answer included."""
+    return max(shape.prompt_tokens + shape.output_tokens for shape in (*workload.search, *workload.held_out))

@@ -85,10 +85,8 @@ def test_a_trial_whose_incumbent_cannot_be_measured_says_so(workers: Workers, mo
     bench.lab.weights_intact, bench.lab.forget_kernels = lambda: True, lambda forward: None
     bench.layers = range(1)
     bench.config.allow_imports, bench.config.trial_s = (), 1.0
-    bench.arenas = {"candidate": SimpleNamespace(fill=lambda byte: None)}
+    bench.spares = SimpleNamespace(take=lambda: workers.candidate, release=lambda _: None, refill=lambda: None)
     monkeypatch.setattr(bench, "_require_frozen_knobs", lambda forward: None)
-    monkeypatch.setattr(bench, "_take_spare", lambda *_: workers.candidate)
-    monkeypatch.setattr(bench, "_refill", lambda: None)
 
     def lost(*_: Any) -> Any:
         raise IncumbentLost("the incumbent's worker died 4 times")

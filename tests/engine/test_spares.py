@@ -1,0 +1,55 @@
+"""Candidates that live at once share no pages, and nobody finds what another left."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tideforge.data.workload import RequestShape, Workload
+from tideforge.engine.config import Settings
+from tideforge.engine.service_config import for_bench
+from tideforge.engine.spares import Spares
+
+
+@pytest.fixture
+def spares(lab, tmp_path):
+    made = Spares(lab, 2, tmp_path)
+    yield made
+    for worker in list(lab._workers):
+        lab.release(worker)
+
+
+def test_workers_under_way_have_arenas_of_their_own(lab, spares) -> None:
+    first, second = spares.take(), spares.take()
+    spares.refill()
+    arenas = [first.arena, second.arena, *(worker.arena for worker in spares._waiting)]
+    assert len({id(arena) for arena in arenas}) == len({os.fstat(arena.fds[0]).st_ino for arena in arenas}) == 3
+    assert spares._free == []
+    pages = np.frombuffer(first.arena._map, np.uint8)
+    pages[: first.arena.layout.pages_bytes] = 7
+    assert (second.arena.plane(0).view(np.uint8) == 0xFF).all()
+    spares.release(first)
+    assert (pages[: first.arena.layout.pages_bytes] == 0xFF).all()
+    assert spares._free == [first.arena] and not first.alive
+
+
+def test_a_spare_that_died_is_replaced(spares) -> None:
+    spares.refill()
+    dead = spares._waiting[0]
+    os.kill(dead.pid, signal.SIGKILL)
+    worker = spares.take()
+    assert worker.alive and worker is not dead
+    assert len(spares._free) + len(spares._waiting) + 1 == 3
+
+
+def test_arenas_of_a_bench_hold_the_workload_and_no_server(tiny: Path, tmp_path: Path) -> None:
+    shapes = (RequestShape(20, 10), RequestShape(40, 9))
+    workload = Workload(users=3, search=shapes[:1], held_out=shapes[1:], corpus=(), profile="", seed=0)
+    settings = Settings(state=tmp_path, model=tiny, num_blocks=4096)
+    assert for_bench(settings, workload).num_blocks == 2 * 3 * (4 + 1) + 1
+    assert for_bench(dataclasses.replace(settings, num_blocks=9), workload).num_blocks == 9
