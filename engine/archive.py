@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from tideforge.engine.forward import Forward
@@ -67,9 +68,9 @@ class Archive:
         write_atomic(self.root / trial.id / "result.json", trial.to_json())
         self.trials[trial.id] = trial
 
-    def cancel_waiting(self, message: str, keep: str | None = None) -> int:
-        """Ends all waiting trials but `keep` (the running one); how many."""
-        waiting = [trial for trial in self.waiting if trial.id != keep]
+    def cancel_waiting(self, message: str, keep: Collection[str] = ()) -> int:
+        """Ends all waiting trials but `keep` (those that run); how many."""
+        waiting = [trial for trial in self.waiting if trial.id not in keep]
         for trial in waiting:
             self.finish(dataclasses.replace(trial, outcome=Outcome.CANCELLED, message=message, finished_at=time.time()))
         return len(waiting)

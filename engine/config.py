@@ -11,6 +11,8 @@ from tideforge.engine.memory import ArenaLayout
 from tideforge.engine.model_config import ModelConfig
 from tideforge.errors import UserError
 
+GPU_LOOKAHEAD = 2
+
 
 def bucket(count: int) -> int:
     """The next power of two, at least 1: what contexts and captured steps are rounded up to."""
@@ -45,6 +47,14 @@ class Settings:
     capture_contexts: tuple[int, ...] = ()  # longest contexts of those graphs, tokens
     worker_memory_bytes: int = 0  # that a worker may hold on the host beside weights and arena; 0: half of what is free
     spares: int = 1  # workers that stand by for the next candidates
+    lookahead: int | None = None  # trials prepared beside the one that is measured; None: 2 on a GPU, 0 on the CPU
+
+    @property
+    def ahead(self) -> int:
+        """Trials prepared beside the one that is measured. On the CPU a staging beside a clock would take a core from it."""
+        if self.lookahead is not None:
+            return self.lookahead
+        return 0 if self.device == "cpu" else GPU_LOOKAHEAD
 
     @property
     def graph_shapes(self) -> list[tuple[bool, int, int, int]]:

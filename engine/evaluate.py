@@ -1,64 +1,53 @@
 """One trial, start to end: screen, stage in a spare, check against the reference, time beside the incumbent, check again.
 
+`prepare` does what needs no clock, in any thread, beside the trial that is measured; `measure` the rest, one trial at a time.
 Every failure is a CandidateError with the outcome that was observed; it ends the trial and nothing else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import math
+import os
 import platform
 import secrets
-import statistics
+import signal
+import threading
 import time
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from tideforge.data.workload import RequestShape, Workload
-from tideforge.engine import check, conduct, measure
-from tideforge.engine.archive import write_atomic
+from tideforge.engine import check, conduct, measure, tuning
 from tideforge.engine.core import EngineCore
 from tideforge.engine.events import log_event
 from tideforge.engine.executor import RemoteExecutor
-from tideforge.engine.fast import FastTier
+from tideforge.engine.fast import FastTier, depths_of
 from tideforge.engine.forward import KNOBS, Forward
 from tideforge.engine.lab import Lab
-from tideforge.engine.memory import ITEM_BYTES, Arena
 from tideforge.engine.outcome import Figures, Outcome, Trial
+from tideforge.engine.prepared import Prepared, Spent
 from tideforge.engine.reference import Reference
 from tideforge.engine.screen import screen
 from tideforge.engine.service_config import ServiceConfig, for_bench, new_core
+from tideforge.engine.slow import SlowTier
 from tideforge.engine.spares import Spares
-from tideforge.engine.ward import Census
 from tideforge.errors import CandidateError, IncumbentLost
 
 FAST = "fast"
 TIERS = ("slow", FAST)
-WARM_REQUESTS = 4
 CHECKED_ANSWERS = 3
 MAX_STAGE_S = 30.0
-HOPELESS = 0.97  # below this ratio after a pass, no further pass is spent
-MIN_PAIRS = 8  # of steps, before an interval decides anything: the spread of a few is luck
-PRECISE = 0.01  # half-width of the ratio's interval at which a trial ends
 STEP_TIMEOUT_FACTOR = 20.0
 MIN_STEP_TIMEOUT_S = 2.0
 INCUMBENT_RETRIES = 3  # of one trial, when the incumbent's worker dies under it
 
-
-@dataclasses.dataclass
-class Spent:
-    """Seconds of each part of a trial, kept also when it fails in mid-way."""
-
-    begin: float = 0.0
-    stage_s: float = 0.0
-    check_s: float = 0.0
-    capture_s: float = 0.0
-    swap_s: float = 0.0
-    clock_s: float = 0.0
+T = TypeVar("T")
 
 
 class Bench:
-    """The incumbent's worker, the reference, and a spare that stands by; `evaluate` is the only thing it does."""
+    """The incumbent's worker, the reference, and spares that stand by: what one device measures candidates with."""
 
     def __init__(self, config: ServiceConfig) -> None:
         self.config = config
@@ -73,11 +62,15 @@ class Bench:
         self.incumbent, self.settings = Forward.load(config.incumbent), self.lab.settings
         self.incumbent_worker = self._start_incumbent()
         self._tune()
-        self.spares = Spares(self.lab, 1, config.night)
+        self.ahead = self.settings.ahead
+        self.spares = Spares(self.lab, self.ahead + 1, config.night)
         self.spares.refill()
+        self._slow = SlowTier(self)
         self._fast: FastTier | None = None
+        self._live: dict[str, Prepared] = {}  # by trial: those with a worker, whoever prepares or measures them
+        self._lock = threading.Lock()
         self.noise: tuple[float, ...] = ()
-        self.noise = self._measure_noise()
+        self.noise = tuning.noise(self)
 
     def close(self) -> None:
         self.reference.close()
@@ -107,112 +100,73 @@ class Bench:
         return measure.draw_replay(self.workload.search, self.workload.users, self.corpus, secrets.randbits(64))
 
     def _tune(self) -> None:
-        """Finds the incumbent's best knobs by a plain search, once a night, and freezes them for every candidate."""
-        path = self.config.night / "tuned.json"
-        knobs = self.incumbent.knobs
-        if path.exists():
-            knobs = json.loads(path.read_text())["knobs"]
-        elif self.config.tune:
-            knobs = self._best_knobs()
+        """Finds the incumbent's best knobs, once a night, and freezes them for every candidate."""
         served = self.incumbent.id
-        self.incumbent = self.incumbent.with_file(KNOBS, json.dumps(knobs, sort_keys=True) + "\n")
-        self.incumbent.save(self.lab.settings.state / "forwards")
-        write_atomic(
-            path,
-            json.dumps(
-                {
-                    "knobs": knobs,
-                    "incumbent": self.incumbent.id,
-                    "served": served,
-                    "bounds": dataclasses.asdict(self.bounds),
-                }
-            ),
-        )
+        with tuning.one_bench_tunes(self.config.night):
+            knobs = tuning.tuned_knobs(self)
+            self.incumbent = self.incumbent.with_file(KNOBS, json.dumps(knobs, sort_keys=True) + "\n")
+            self.incumbent.save(self.lab.settings.state / "forwards")
+            tuning.write_tuned(self, served)
         self.settings = self.lab.settings.with_knobs(knobs)
 
-    def _best_knobs(self) -> dict[str, Any]:
-        """max_num_batched_tokens by interleaved replays on the incumbent's own worker: two rounds, best median."""
-        own = self.incumbent.knobs
-        largest = self.lab.settings.limits.max_num_batched_tokens
-        options = [own] + [
-            {**own, "max_num_batched_tokens": n} for n in (largest // 4,) if n >= self.lab.settings.limits.max_num_seqs
-        ]
-        seconds: dict[int, list[float]] = {index: [] for index in range(len(options))}
-        with self.lab.clock():
-            for _ in range(2):
-                shapes, prompts = self.replay()
-                for index, knobs in enumerate(options):
-                    side = measure.Side.of(
-                        self.incumbent.id, new_core(self.lab.settings.with_knobs(knobs)), self.incumbent_worker
-                    )
-                    block = measure.run_block(side.core, side.forward, shapes, prompts, self.workload.users)
-                    seconds[index].append(block.seconds)
-        best = min(seconds, key=lambda index: statistics.median(seconds[index]))
-        log_event(self.config.night, "tuned", options=options, seconds=list(seconds.values()), best=options[best])
-        return options[best]
-
-    def _measure_noise(self) -> tuple[float, ...]:
-        """Log ratios of the incumbent against itself, each time in another fresh worker. Once a night."""
-        path = self.config.night / "noise.json"
-        if not path.exists():
-            logs = []
-            for _ in range(self.config.noise_trials):
-                worker = self.spares.take()
-                try:
-                    self.lab.stage(worker, self.incumbent, self.layers)
-                    logs.append(math.log(self._measure(worker, self.incumbent, Spent()).ratio))
-                finally:
-                    self.spares.release(worker)
-                    self.spares.refill()
-            write_atomic(path, json.dumps({"log_ratios": logs}))
-        return tuple(json.loads(path.read_text())["log_ratios"])
+    def against_itself(self) -> float:
+        """The ratio of the incumbent against itself in a fresh worker."""
+        one = Prepared(Trial("noise", self.incumbent.id, "slow", "", time.time()), self.incumbent)
+        one.worker = self.spares.take()
+        try:
+            self._stage(one)
+            return self._slow.evaluate(one).ratio
+        finally:
+            self.spares.release(one.worker)
+            self.spares.refill()
 
     def evaluate(self, trial: Trial, forward: Forward) -> Trial:
         """The trial with its outcome, and figures if it passed. Never raises for what a candidate did."""
-        spent = Spent()
-        worker: RemoteExecutor | None = None
-        try:
-            if trial.tier not in TIERS:
-                raise CandidateError("refused", f"there is no tier {trial.tier!r}; take one of {', '.join(TIERS)}")
-            screen(forward, self.config.allow_imports)
-            self._require_frozen_knobs(forward)
-            spent.begin = time.perf_counter()
-            worker = self.spares.take()
-            log_event(self.config.night, "trial_worker", trial=trial.id, worker=worker.pid)
-            self.spares.refill()  # beside the staging, so that the next trial need not wait for it
-            before = worker.ward.census()
-            if trial.tier == FAST:
-                figures = self._fast_tier().evaluate(worker, forward, spent)
-            else:
-                begin = time.perf_counter()
-                self.lab.stage(worker, forward, self.layers, self.stage_timeout_s())
-                spent.stage_s = time.perf_counter() - begin
-                figures = self._measure(worker, forward, spent)
-            self._require_good_conduct(worker, before)
-            done = dataclasses.replace(trial, outcome=Outcome.PASSED, figures=figures)
-        except CandidateError as error:
-            done = dataclasses.replace(trial, outcome=Outcome(error.outcome), message=error.message)
-        except IncumbentLost as lost:
-            done = dataclasses.replace(trial, outcome=Outcome.NOT_MEASURED, message=str(lost))
-        finally:
-            if worker is not None:
-                self.spares.release(worker)
-            self.spares.refill()
-        if worker is not None and not self.lab.weights_intact():
-            message = "the weights' checksum is another than before it; they are restored"
-            done = dataclasses.replace(trial, outcome=Outcome.WEIGHTS_WRITTEN, message=message)
-        if done.outcome is not Outcome.PASSED:
-            self.lab.forget_kernels(forward)
-        return dataclasses.replace(
-            done, stage_s=spent.stage_s, check_s=spent.check_s, capture_s=spent.capture_s, swap_s=spent.swap_s,
-            clock_s=spent.clock_s,            finished_at=time.time(), environment=environment(),
-        )  # fmt: skip
+        return self.measure(self.prepare(trial, forward))
 
-    def _fast_tier(self) -> FastTier:
-        """Started by the first trial that asks for it."""
-        if self._fast is None:
-            self._fast = FastTier(self)
-        return self._fast
+    def prepare(self, trial: Trial, forward: Forward) -> Prepared:
+        """All that needs no clock: import and build happen in a spare of its own. Any thread, several at once.
+
+        Never raises for what a candidate did: it is done then.
+        """
+        prepared = Prepared(trial, forward, Spent(queue_s=max(0.0, time.time() - trial.submitted_at)))
+        try:
+            self._require_fit(trial, forward)
+            self._take(prepared)
+            self._stage(prepared)
+            prepared.spent.prepared = time.perf_counter()
+        except CandidateError as error:
+            prepared.done = self._end(prepared, Outcome(error.outcome), error.message)
+        return prepared
+
+    def measure(self, prepared: Prepared) -> Trial:
+        """The trial with its outcome; one at a time. Never raises for what a candidate did.
+
+        Without an outcome it has to be begun again, alone: somebody wrote the weights, and more than one could have.
+        """
+        if prepared.done is not None:
+            return prepared.done
+        try:
+            figures = self._fastly(prepared) if prepared.trial.tier == FAST else self._slow.evaluate(prepared)
+            self._require_good_conduct(prepared)
+        except CandidateError as error:
+            return self._end(prepared, Outcome(error.outcome), error.message)
+        except IncumbentLost as lost:
+            return self._end(prepared, Outcome.NOT_MEASURED, str(lost))
+        return self._end(prepared, Outcome.PASSED, figures=figures)
+
+    def discard(self, prepared: Prepared) -> None:
+        """Ends a prepared candidate that nobody wants to have measured."""
+        if prepared.done is None:
+            self._end(prepared, Outcome.CANCELLED, "discarded")
+
+    def abandon(self) -> None:
+        """Kills the workers of all candidates; whoever prepares or measures one sees its death."""
+        with self._lock:
+            workers = [one.worker for one in self._live.values() if one.worker is not None and one.worker.alive]
+        for worker in workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGKILL)
 
     def new_core(self) -> EngineCore:
         return new_core(self.settings)
@@ -221,111 +175,111 @@ class Bench:
         """Imports and builds may compile, so they get more time than a step."""
         return min(MAX_STAGE_S, self.config.trial_s)
 
-    def _require_frozen_knobs(self, forward: Forward) -> None:
+    def _require_fit(self, trial: Trial, forward: Forward) -> None:
+        """Raises CandidateError for what can be seen before a worker is spent."""
+        if trial.tier not in TIERS:
+            raise CandidateError("refused", f"there is no tier {trial.tier!r}; take one of {', '.join(TIERS)}")
+        screen(forward, self.config.allow_imports)
         if forward.knobs != self.incumbent.knobs:
             raise CandidateError(
                 "refused", f"knobs are frozen at the incumbent's best, {json.dumps(self.incumbent.knobs)}"
             )
 
-    def _measure(self, worker: RemoteExecutor, forward: Forward, spent: Spent) -> Figures:
-        # On a GPU the first steps compile: they share the allowance of the staging.
-        worker.step_timeout_s = self.step_timeout_s if self.settings.device == "cpu" else self.stage_timeout_s()
-        candidate = measure.Side.of(forward.id, new_core(self.settings), worker)
-        begin = time.perf_counter()
-        self._check_eagerly(candidate, worker.arena)
-        spent.check_s = time.perf_counter() - begin
-        worker.step_timeout_s = self.step_timeout_s
-        if self.settings.device == "cpu":  # there a start takes a core, and no clock may run beside it
-            self.spares.settle()
-        begin = time.perf_counter()
+    def _take(self, prepared: Prepared) -> None:
+        with prepared.spent.on("wait_s"):
+            worker = prepared.worker = self.spares.take()
+        with self._lock:
+            self._live[prepared.trial.id] = prepared
+        log_event(self.config.night, "trial_worker", trial=prepared.trial.id, worker=worker.pid)
+        self.spares.refill()  # beside the staging, so that the next trial need not wait for it
+        prepared.before = worker.ward.census()
+
+    def _stage(self, prepared: Prepared) -> None:
+        depths = depths_of(self.lab.config) if prepared.trial.tier == FAST else (len(self.layers),)
+        with prepared.spent.on("stage_s"):
+            for depth in depths:
+                self.lab.stage(prepared.staged, prepared.forward, range(depth), self.stage_timeout_s())
+
+    def _end(self, prepared: Prepared, outcome: Outcome, message: str = "", figures: Figures | None = None) -> Trial:
+        """Takes the worker away and looks at what it leaves. On a GPU that moves memory, so no clock runs meanwhile."""
+        on_gpu = self.settings.device != "cpu"
+        with self.lab.clock() if on_gpu and prepared.worker is not None else contextlib.nullcontext():
+            intact = prepared.worker is None or self._release(prepared)
+        self.spares.refill()
+        if not intact:
+            outcome, message = (
+                Outcome.WEIGHTS_WRITTEN,
+                "the weights' checksum is another than before it; they are restored",
+            )
+            figures = None
+        if outcome is not Outcome.PASSED:
+            self.lab.forget_kernels(prepared.forward)
+        if prepared.suspect:
+            return prepared.trial
+        return dataclasses.replace(
+            prepared.trial, outcome=outcome, message=message, figures=figures, finished_at=time.time(),
+            environment={**environment(), "device": self.settings.device}, **prepared.spent.parts,
+        )  # fmt: skip
+
+    def _release(self, prepared: Prepared) -> bool:
+        """Whether the weights are as before. If not, all candidates that live now are suspect: any of them can have done it."""
+        with self._lock:
+            self._live.pop(prepared.trial.id, None)
+        self.spares.release(prepared.staged)
+        if self.lab.weights_intact():
+            return True
+        with self._lock:
+            for other in self._live.values():
+                other.suspect = prepared.suspect = True
+        return False
+
+    @contextlib.contextmanager
+    def exclusive(self, spent: Spent) -> Iterator[None]:
+        """The device is this trial's alone. What it waited for that since it was prepared is noted the first time."""
         with self.lab.clock():
-            spent.capture_s = self.lab.capture(worker)
-            spent.swap_s = time.perf_counter() - spent.begin
-            blocks, pairs = self._timed(forward, worker, candidate)
-        spent.clock_s = time.perf_counter() - begin - spent.capture_s
-        begin = time.perf_counter()
-        answers = [answer for _, block in blocks for answer in block.answers]
-        chosen = secrets.SystemRandom().sample(answers, min(CHECKED_ANSWERS, len(answers)))
-        check.require_right(self.reference, chosen, self.layers, self.bounds.logit_gap)
-        spent.check_s += time.perf_counter() - begin
-        return self._figures(blocks, pairs)
+            spent.lock_s = spent.lock_s or time.perf_counter() - spent.prepared
+            yield
 
-    def _check_eagerly(self, candidate: measure.Side, arena: Arena) -> None:
-        """A few fresh requests before any clock runs: logits finite, every emitted token right. Warms the worker up too."""
-        drawn, prompts = self.replay()
-        shapes = [dataclasses.replace(shape, output_tokens=3) for shape in drawn[:WARM_REQUESTS]]
-        try:
-            block = measure.run_block(candidate.core, candidate.forward, shapes, prompts[:WARM_REQUESTS], WARM_REQUESTS)
-        except CandidateError as error:
-            if error.outcome == Outcome.NOT_FINITE:
-                check.require_written(arena.logits(1))
-            raise
-        check.require_finite(arena.logits(len(shapes)))
-        check.require_right(self.reference, block.answers, self.layers, self.bounds.logit_gap)
+    def _fastly(self, prepared: Prepared) -> Figures:
+        tier = self._fast_tier()
+        return self.outlive(
+            prepared, lambda: tier.incumbent,
+            lambda: tier.evaluate(prepared.staged, prepared.forward, prepared.spent),
+        )  # fmt: skip
 
-    def _require_good_conduct(self, worker: RemoteExecutor, before: Census) -> None:
-        settings = self.settings
-        conduct.require_decent(before, worker.ward.census(), settings.threads, settings.device)
-        ours = list(worker.resident)
-        conduct.require_steady(ours, list(self.incumbent_worker.resident)[-len(ours) :])
+    def _fast_tier(self) -> FastTier:
+        """Started by the first trial that asks for it."""
+        if self._fast is None:
+            try:
+                self._fast = FastTier(self)
+            except CandidateError as error:
+                raise IncumbentLost(f"the fast tier's incumbent did not start: {error.message}") from error
+        return self._fast
 
-    def _timed(
-        self, forward: Forward, worker: RemoteExecutor, candidate: measure.Side
-    ) -> tuple[list[tuple[measure.Block, measure.Block]], list[tuple[float, float]]]:
+    def revive_incumbent(self) -> None:
+        if not self.incumbent_worker.alive:
+            self.lab.release(self.incumbent_worker)
+            self.incumbent_worker = self._start_incumbent()
+
+    def outlive(self, prepared: Prepared, incumbent: Callable[[], RemoteExecutor], attempt: Callable[[], T]) -> T:
         """Again from the start each time the incumbent's worker died meanwhile: the candidate is not to blame for that."""
         for _ in range(INCUMBENT_RETRIES + 1):
             try:
-                return self._time(candidate)
+                return attempt()
             except CandidateError as error:
-                if self.incumbent_worker.alive or not worker.alive:
+                if incumbent().alive or not prepared.staged.alive:
                     raise
-                log_event(self.config.night, "incumbent_died", worker=self.incumbent_worker.pid, message=error.message)
-                candidate = measure.Side.of(forward.id, new_core(self.settings), worker)
+                log_event(self.config.night, "incumbent_died", worker=incumbent().pid, message=error.message)
         raise IncumbentLost(
             f"the incumbent's worker died {INCUMBENT_RETRIES + 1} times: nothing is known of the candidate"
         )
 
-    def _time(
-        self, candidate: measure.Side
-    ) -> tuple[list[tuple[measure.Block, measure.Block]], list[tuple[float, float]]]:
-        blocks, pairs = [], []
-        deadline = time.monotonic() + self.config.trial_s
-        for _ in range(self.config.passes):
-            a, b, steps = measure.lockstep(self._incumbent_side(), candidate, *self.replay())
-            blocks.append((a, b))
-            pairs += steps
-            found = measure.ratio_of_steps(pairs)
-            better = measure.with_noise_floor(found, self.noise).low > 1
-            sure = len(pairs) >= MIN_PAIRS and (better or found.high - found.low < 2 * PRECISE)
-            if found.ratio < HOPELESS or sure or time.monotonic() > deadline:
-                break  # decided either way; the final score is another measurement
-        return blocks, pairs
-
-    def _incumbent_side(self) -> measure.Side:
-        if not self.incumbent_worker.alive:
-            self.lab.release(self.incumbent_worker)
-            self.incumbent_worker = self._start_incumbent()
-        return measure.Side.of(self.incumbent.id, new_core(self.settings), self.incumbent_worker)
-
-    def _figures(self, blocks: list[tuple[measure.Block, measure.Block]], pairs: list[tuple[float, float]]) -> Figures:
-        self._require_possible(min(b for _, b in pairs))
-        return measure.figures_of(measure.with_noise_floor(measure.ratio_of_steps(pairs), self.noise), blocks)
-
-    def floor_s(self) -> float:
-        """Least seconds of one step: weights that must move, less what the cache can hold, over the spec sheet's bandwidth."""
-        if self.config.bandwidth_bytes_per_s is None:
-            return 0.0
-        embedding = self.lab.config.vocab_size * self.lab.config.hidden_size * ITEM_BYTES[self.lab.settings.dtype]
-        moved = (
-            self.lab.weights_bytes - (0 if self.lab.config.tie_word_embeddings else embedding) - self.config.cache_bytes
-        )
-        return max(0.0, moved / self.config.bandwidth_bytes_per_s)
-
-    def _require_possible(self, fastest_s: float) -> None:
-        if fastest_s < self.floor_s():
-            raise CandidateError(
-                "too_fast", f"a step of {1e3 * fastest_s:.3g} ms is under the floor, {1e3 * self.floor_s():.3g} ms"
-            )
+    def _require_good_conduct(self, prepared: Prepared) -> None:
+        worker, settings = prepared.staged, self.settings
+        assert prepared.before is not None
+        conduct.require_decent(prepared.before, worker.ward.census(), settings.threads, settings.device)
+        ours = list(worker.resident)
+        conduct.require_steady(ours, list(self.incumbent_worker.resident)[-len(ours) :])
 
 
 def environment() -> dict[str, Any]:

@@ -19,9 +19,10 @@ from tideforge.errors import CandidateError
 
 if TYPE_CHECKING:
     from tideforge.engine.config import ModelConfig
-    from tideforge.engine.evaluate import Bench, Spent
+    from tideforge.engine.evaluate import Bench
     from tideforge.engine.executor import RemoteExecutor
     from tideforge.engine.forward import Forward
+    from tideforge.engine.prepared import Spent
 
 PASSES = 3
 Pairs = list[tuple[float, float]]
@@ -77,11 +78,8 @@ class FastTier:
             self.bench.lab.capture(worker)
 
     def evaluate(self, worker: RemoteExecutor, forward: Forward, spent: Spent) -> Figures:
-        """Stages, checks and times a candidate in `worker`. Raises CandidateError with what was observed."""
+        """Checks and times a candidate that is staged in `worker` at both depths. Raises CandidateError with what was observed."""
         worker.step_timeout_s = self.bench.step_timeout_s
-        begin = time.perf_counter()
-        self.stage(worker, forward)
-        spent.stage_s = time.perf_counter() - begin
         if not self.incumbent.alive:
             self.bench.lab.release(self.incumbent)
             self.incumbent = self._start_incumbent()
@@ -89,7 +87,7 @@ class FastTier:
         self._warm(worker, forward)
         spent.check_s = time.perf_counter() - begin
         begin = time.perf_counter()
-        with self.bench.lab.clock():
+        with self.bench.exclusive(spent):
             spent.swap_s = time.perf_counter() - spent.begin
             passes = [self._pass(worker, forward) for _ in range(PASSES)]
         spent.clock_s = time.perf_counter() - begin

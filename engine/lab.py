@@ -30,6 +30,7 @@ from tideforge.engine.spawn import Nursery
 from tideforge.errors import CandidateError, ProtocolError, UserError
 
 START_TIMEOUT_S = 120.0
+LANE = "lane"  # lane-1, lane-2: state folders of an endpoint's further devices
 LEAST_MEMORY = 2 << 30  # bytes that a worker may hold on any machine
 
 
@@ -274,7 +275,13 @@ def keeper_status(state: Path) -> dict[str, Any] | None:
         return protocol.call(sock, {"type": "status"}, 10).header
 
 
+def keeper_folders(state: Path) -> list[Path]:
+    """Where keepers of an endpoint may run: its state folder, and below it one for each further device."""
+    return [state, *sorted(state.glob(f"{LANE}-*"))]
+
+
 def end_keeper(state: Path) -> None:
-    """Ends the keeper of a state folder, if one runs, and with it weights and pages."""
-    if (status := keeper_status(state)) is not None:
-        os.kill(status["pid"], signal.SIGTERM)
+    """Ends the keepers of a state folder that run, and with them weights and pages."""
+    for folder in keeper_folders(state):
+        if (status := keeper_status(folder)) is not None:
+            os.kill(status["pid"], signal.SIGTERM)

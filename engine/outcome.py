@@ -67,10 +67,14 @@ class Trial:
     outcome: Outcome | None = None  # None while queued or running
     message: str = ""
     figures: Figures | None = None
-    stage_s: float = 0.0
+    queue_s: float = 0.0  # from its submission to its beginning
+    wait_s: float = 0.0  # for a spare
+    stage_s: float = 0.0  # import and build
+    dry_s: float = 0.0  # compiling under a throwaway capture
+    lock_s: float = 0.0  # from then on until the device was its alone: the trials before it were measured meanwhile
     check_s: float = 0.0
     capture_s: float = 0.0
-    swap_s: float = 0.0  # from its turn to its first timed step
+    swap_s: float = 0.0  # from its beginning to its first timed step: all of the above but queue_s, lock_s included
     clock_s: float = 0.0
     finished_at: float | None = None
     environment: dict[str, Any] = dataclasses.field(default_factory=dict)

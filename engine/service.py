@@ -1,98 +1,80 @@
 """The service: owns queue, clock, archive and truth of one night. Runs no candidate code and imports no torch.
 
 `python -m tideforge.engine.service --config FILE`. Killed and started again it goes on where it was: finished trials are
-in the archive, waiting ones are evaluated, the one that was running is evaluated again.
+in the archive, waiting ones are evaluated, those that were under way are evaluated again.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
-import dataclasses
 import os
 import signal
 import socket
 import threading
-import time
+import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from tideforge.engine import protocol
-from tideforge.engine.archive import Archive, write_atomic
+from tideforge.engine.archive import write_atomic
 from tideforge.engine.client import CONTROL, SOCKET
 from tideforge.engine.evaluate import Bench
-from tideforge.engine.events import log_event, read_events
+from tideforge.engine.events import log_event
 from tideforge.engine.forward import Forward
-from tideforge.engine.outcome import Outcome, Trial
+from tideforge.engine.lane import Lane
+from tideforge.engine.outcome import Trial
 from tideforge.engine.service_config import ServiceConfig
+from tideforge.engine.trial_queue import TrialQueue
 from tideforge.errors import CandidateError, PeerGone, ProtocolError
 
 WAIT_SLICE_S = 10.0
-MAX_BEGINNINGS = 3  # of one trial: a candidate that the service does not survive must not hold up the others for ever
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Service:
-    """Answers clients in threads; evaluates trials one after another in the thread that calls `run`."""
+    """Answers clients in threads; a lane for each device evaluates trials, all from one queue."""
 
     def __init__(self, config: ServiceConfig) -> None:
         self.config, self.night = config, config.night
-        self.archive = Archive(self.night, config.settings.state / "forwards")
-        self.changed = threading.Condition()
-        self.running: str | None = None
-        self.stopping = False
-        self.begun = collections.Counter(e["trial"] for e in read_events(self.night) if e["event"] == "trial_start")
-        self.bench: Bench | None = None
+        self.queue = TrialQueue(self.night, config.settings.state / "forwards")
+        self.incumbent: Forward | None = None  # once a lane is ready
 
     def run(self) -> None:
-        log_event(self.night, "service_start", waiting=len(self.archive.waiting))
+        """Until it is stopped. A lane that ends early is logged and the others go on; raises when the last one does."""
+        log_event(self.night, "service_start", waiting=len(self.queue.archive.waiting))
         state = self.config.settings.state
         with listen(state / SOCKET) as agents, listen(state / CONTROL) as control:
             for listener, answer in ((agents, self.answer), (control, self.control)):
                 threading.Thread(target=self._accept, args=(listener, answer), daemon=True).start()
-            with contextlib.closing(Bench(self.config)) as bench:
-                with self.changed:
-                    self.bench = bench
-                    self.changed.notify_all()
-                log_event(self.night, "service_ready", incumbent=bench.incumbent.id, knobs=bench.incumbent.knobs)
-                while (trial := self._next()) is not None:
-                    self._evaluate(bench, trial)
+            lanes = [Lane(config, self.queue) for config in self.config.lanes]
+            with ThreadPoolExecutor(len(lanes)) as threads:
+                failures = [failure for failure in threads.map(self._run_lane, lanes) if failure is not None]
+            if len(failures) == len(lanes):
+                raise failures[-1]
 
-    def _next(self) -> Trial | None:
-        with self.changed:
-            while not self.stopping:
-                if waiting := self.archive.waiting:
-                    self.running = waiting[0].id
-                    return waiting[0]
-                if self.config.exit_at is not None and time.time() > self.config.exit_at:
-                    return None
-                self.changed.wait(1.0)
-            return None
+    def _run_lane(self, lane: Lane) -> Exception | None:
+        """What ended the lane before its time."""
+        try:
+            lane.run(self._lane_ready)
+        except Exception as error:
+            message = "".join(traceback.format_exception(error))
+            log_event(self.night, "lane_died", lane=lane.config.lane, device=lane.device, message=message)
+            self.queue.blame(lane.mine.values())
+            return error
+        return None
 
-    def _evaluate(self, bench: Bench, trial: Trial) -> None:
-        done = self._refused(trial)
-        if done is None:
-            log_event(self.night, "trial_start", trial=trial.id)
-            done = bench.evaluate(trial, self.archive.forward(trial))
-        with self.changed:
-            self.archive.finish(done)
-            self.running = None
-            self.changed.notify_all()
-        log_event(self.night, "trial_end", trial=trial.id, outcome=done.outcome)
-
-    def _refused(self, trial: Trial) -> Trial | None:
-        """The end of a trial that is not begun: the service did not survive it, or somebody changed its source."""
-        if (begun := self.begun[trial.id]) >= MAX_BEGINNINGS:
-            message = f"the service ended {begun} times while this candidate ran; it is not tried again"
-            return dataclasses.replace(trial, outcome=Outcome.CRASHED, message=message, finished_at=time.time())
-        with contextlib.suppress(CandidateError, OSError, ValueError):
-            if self.archive.forward(trial).id == trial.forward:
-                return None
-        message = "its source on disk is not what was submitted"
-        return dataclasses.replace(trial, outcome=Outcome.REFUSED, message=message, finished_at=time.time())
+    def _lane_ready(self, bench: Bench) -> None:
+        log_event(self.night, "lane_ready", device=bench.settings.device, lane=bench.config.lane)
+        bench.incumbent.save(self.config.settings.state / "forwards")
+        with self.queue.changed:
+            first, self.incumbent = self.incumbent is None, bench.incumbent
+            self.queue.changed.notify_all()
+        if first:
+            log_event(self.night, "service_ready", incumbent=bench.incumbent.id, knobs=bench.incumbent.knobs)
 
     def _accept(self, listener: socket.socket, answer: Answer) -> None:
         while True:
@@ -119,14 +101,15 @@ class Service:
         if kind == "wait":
             return {"type": "trial", "trial": self._wait(request["id"], float(request["timeout_s"])).to_json()}
         if kind == "trials":
-            with self.changed:
-                return {"type": "trials", "trials": [trial.to_json() for trial in self.archive.trials.values()]}
+            with self.queue.changed:
+                return {"type": "trials", "trials": [trial.to_json() for trial in self.queue.archive.trials.values()]}
         if kind == "incumbent":
-            return {"type": "incumbent", "files": dict(self._ready().incumbent.files)}
+            return {"type": "incumbent", "files": dict(self._ready().files)}
         if kind == "queue":
-            with self.changed:
-                waiting = sum(trial.id != self.running for trial in self.archive.waiting)
-                return {"type": "queue", "waiting": waiting, "running": self.running, "ready": self.bench is not None}
+            with self.queue.changed:
+                running, ready = self.queue.running, self.incumbent is not None
+                waiting = sum(trial.id not in running for trial in self.queue.archive.waiting)
+                return {"type": "queue", "waiting": waiting, "running": next(iter(running), None), "ready": ready}
         if kind == "status":
             return {"type": "status", "night": str(self.night), "pid": os.getpid()}
         if kind == "source":
@@ -137,50 +120,33 @@ class Service:
         """One request of the flow or the operator: nothing that an agent can send gets here."""
         kind = request.get("type")
         if kind == "cancel":
-            with self.changed:
-                running = self.running
-                return {
-                    "type": "cancelled",
-                    "count": self.archive.cancel_waiting(str(request["message"]), keep=running),
-                }
+            return {"type": "cancelled", "count": self.queue.cancel(str(request["message"]))}
         if kind == "stop":
-            with self.changed:
-                self.stopping = True
-                self.changed.notify_all()
+            self.queue.stop()
             return {"type": "stopping"}
         raise ProtocolError(f"the control socket does not know {kind!r}")
 
     def _submit(self, request: dict[str, Any]) -> dict[str, Any]:
         forward = Forward({str(name): str(text) for name, text in request["files"].items()})
-        with self.changed:
-            if self.stopping:
-                raise ProtocolError("the service is stopping and takes no more candidates")
-            trial = self.archive.submit(forward, str(request["tier"]), str(request["submitter"]))
-            self.changed.notify_all()
+        trial = self.queue.submit(forward, str(request["tier"]), str(request["submitter"]))
         return {"type": "submitted", "id": trial.id}
 
     def _trial(self, name: str) -> Trial:
-        with self.changed:
-            if name not in self.archive.trials:
+        with self.queue.changed:
+            if name not in self.queue.archive.trials:
                 raise ProtocolError(f"there is no trial {name!r}")
-            return self.archive.trials[name]
+            return self.queue.archive.trials[name]
 
     def _wait(self, name: str, timeout_s: float) -> Trial:
         """The trial when it is done, or as it is after min(timeout_s, WAIT_SLICE_S) seconds."""
-        deadline = time.monotonic() + min(timeout_s, WAIT_SLICE_S)
         self._trial(name)
-        with self.changed:
-            trial = self.archive.trials[name]
-            while not trial.done and (left := deadline - time.monotonic()) > 0:
-                self.changed.wait(left)
-                trial = self.archive.trials[name]
-        return trial
+        self.queue.until(lambda: self._trial(name).done, min(timeout_s, WAIT_SLICE_S))
+        return self._trial(name)
 
-    def _ready(self) -> Bench:
-        with self.changed:
-            while self.bench is None:
-                self.changed.wait(1.0)
-            return self.bench
+    def _ready(self) -> Forward:
+        while self.incumbent is None:
+            self.queue.until(lambda: self.incumbent is not None, WAIT_SLICE_S)
+        return self.incumbent
 
 
 def listen(path: Path) -> socket.socket:

@@ -11,6 +11,7 @@ from tideforge.engine.archive import write_atomic
 from tideforge.engine.blocks import BlockPool
 from tideforge.engine.config import Settings, bucket
 from tideforge.engine.core import EngineCore
+from tideforge.engine.lab import LANE
 
 TRIAL_STEPS = 32  # decodes that are timed as one: some 50 ms on a GPU
 MOST_CAPTURED = 2048  # tokens of a prefill; beyond it the device is busy longer than the host needs to launch
@@ -31,7 +32,27 @@ class ServiceConfig:
     noise_trials: int = 0  # of the incumbent against itself, before any candidate's; they widen every interval
     bandwidth_bytes_per_s: float | None = None  # spec sheet; None: no floor is applied
     cache_bytes: int = 0
+    devices: tuple[str, ...] = ()  # one lane each, e.g. ("cuda:0", "cuda:1"); empty: the settings' own device
+    lane: str = ""  # added to the names of files that each device has for itself
     exit_at: float | None = None  # seconds since the epoch; an idle service ends then, whatever became of its flow
+
+    @property
+    def lanes(self) -> tuple[ServiceConfig, ...]:
+        """What each device is started with: the first has the state folder itself, the others one each below it."""
+        devices = self.devices or (self.settings.device,)
+        return tuple(
+            dataclasses.replace(
+                self,
+                devices=(),
+                lane=f"-{index}" if index else "",
+                settings=dataclasses.replace(
+                    self.settings,
+                    device=device,
+                    state=self.settings.state / f"{LANE}-{index}" if index else self.settings.state,
+                ),
+            )
+            for index, device in enumerate(devices)
+        )
 
     def write(self, path: Path) -> None:
         paths = {name: str(getattr(self, name)) for name in ("night", "incumbent", "workload")}
@@ -49,6 +70,7 @@ class ServiceConfig:
                 "incumbent": Path(raw["incumbent"]),
                 "workload": Path(raw["workload"]),
                 "allow_imports": tuple(raw["allow_imports"]),
+                "devices": tuple(raw["devices"]),
             }
         )
 

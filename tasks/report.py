@@ -193,15 +193,18 @@ def idle_while_queued(trials: Sequence[Trial], events: Sequence[Mapping[str, Any
 
 
 def busy_spans(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """From trial_start to trial_end; a start that nothing ends (the service was killed) counts to its next start."""
+    """Of each trial from trial_start to its end; a start that nothing ends (the service was killed) counts to its next start."""
     spans: list[tuple[float, float]] = []
-    opened: float | None = None
+    opened: dict[str, float] = {}
     for event in events:
-        if event["event"] == "trial_start":
-            opened = float(event["time"])
-        elif event["event"] in ("trial_end", "service_start") and opened is not None:
-            spans.append((opened, float(event["time"])))
-            opened = None
+        kind, time, trial = event["event"], float(event["time"]), str(event.get("trial", ""))
+        if kind == "trial_start":
+            opened[trial] = time
+        elif kind in ("trial_end", "trial_again", "trial_put_back") and trial in opened:
+            spans.append((opened.pop(trial), time))
+        elif kind == "service_start":
+            spans += [(begin, time) for begin in opened.values()]
+            opened.clear()
     return spans
 
 

@@ -275,22 +275,23 @@ def down(state: Path) -> list[str]:
 
 
 def stop_engine(state: Path) -> list[str]:
-    """Ends a night's service and the keeper of this state folder. Both are found by their sockets in it."""
+    """Ends a night's service and the keepers of this state folder. All are found by their sockets in it."""
     import psutil
 
     from tideforge.engine.client import EngineControl
-    from tideforge.engine.lab import keeper_status
+    from tideforge.engine.lab import keeper_folders, keeper_status
     from tideforge.errors import ProtocolError
 
     ended = []
     with contextlib.suppress(UserError, ProtocolError, OSError):  # nobody answers: nothing to stop
         EngineControl(state, patience_s=0).stop()
         ended.append("service")
-    if (status := keeper_status(state)) is not None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            keeper = psutil.Process(int(status["pid"]))
-            stop(Process("keeper", keeper.pid, keeper.create_time(), str(state / "logs" / "keeper.log")))
-            ended.append("keeper")
+    for folder in keeper_folders(state):
+        if (status := keeper_status(folder)) is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                keeper = psutil.Process(int(status["pid"]))
+                stop(Process("keeper", keeper.pid, keeper.create_time(), str(folder / "logs" / "keeper.log")))
+                ended.append("keeper")
     return ended
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tideforge.engine import evaluate, measure
 from tideforge.engine.evaluate import INCUMBENT_RETRIES, Bench
 from tideforge.engine.events import read_events
 from tideforge.engine.forward import Forward
@@ -28,27 +28,24 @@ class Workers:
     ends: list[CandidateError | None]
 
     def timed(self) -> Any:
-        return self.bench._timed(Forward({"forward.py": ""}), self.candidate, None)  # type: ignore[arg-type]
+        prepared: Any = SimpleNamespace(staged=self.candidate)
+        return self.bench.outlive(prepared, lambda: self.bench.incumbent_worker, self.attempt)
+
+    def attempt(self) -> Any:
+        error, incumbent = self.ends.pop(0), self.bench.incumbent_worker
+        incumbent.alive = error is None or "incumbent" not in error.message  # type: ignore[misc]
+        if error is not None:
+            raise error
+        return MEASURED
 
 
 @pytest.fixture
-def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workers:
+def workers(tmp_path: Path) -> Workers:
     bench = object.__new__(Bench)
     made = Workers(bench, SimpleNamespace(alive=True, pid=8, ward=SimpleNamespace(census=lambda: None)), [])
     bench.config = SimpleNamespace(night=tmp_path)  # type: ignore[assignment]
     bench.settings = None  # type: ignore[assignment]
     bench.incumbent_worker = SimpleNamespace(alive=True, pid=7)  # type: ignore[assignment]
-
-    def time(candidate: Any) -> Any:
-        error = made.ends.pop(0)
-        bench.incumbent_worker.alive = error is None or "incumbent" not in error.message  # type: ignore[misc]
-        if error is not None:
-            raise error
-        return MEASURED
-
-    monkeypatch.setattr(bench, "_time", time)
-    monkeypatch.setattr(evaluate, "new_core", lambda settings: None)
-    monkeypatch.setattr(measure.Side, "of", lambda *_: None)
     return made
 
 
@@ -79,19 +76,20 @@ def test_a_candidate_that_fails_after_the_incumbent_died_is_blamed(workers: Work
         workers.timed()
 
 
-def test_a_trial_whose_incumbent_cannot_be_measured_says_so(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_whose_incumbent_cannot_be_measured_says_so(workers: Workers) -> None:
     bench: Any = workers.bench
     bench.lab = SimpleNamespace(stage=lambda *_: 0.0, release=lambda worker: None, spare=lambda arena: "spare")
     bench.lab.weights_intact, bench.lab.forget_kernels = lambda: True, lambda forward: None
     bench.layers = range(1)
     bench.config.allow_imports, bench.config.trial_s = (), 1.0
     bench.spares = SimpleNamespace(take=lambda: workers.candidate, release=lambda _: None, refill=lambda: None)
-    monkeypatch.setattr(bench, "_require_frozen_knobs", lambda forward: None)
+    bench.settings, bench.incumbent = SimpleNamespace(device="cpu"), Forward({"forward.py": "", "knobs.json": "{}"})
+    bench._lock, bench._live = threading.Lock(), {}
 
     def lost(*_: Any) -> Any:
         raise IncumbentLost("the incumbent's worker died 4 times")
 
-    monkeypatch.setattr(bench, "_measure", lost)
+    bench._slow = SimpleNamespace(evaluate=lost)
     trial = Trial("000000-f", "f", "slow", "a", 0.0)
     forward = Forward({"forward.py": "def build(ctx):\n    return None\n", "knobs.json": "{}"})
     done = bench.evaluate(trial, forward)

@@ -17,6 +17,7 @@ from tideforge.engine.config import Settings
 from tideforge.engine.events import log_event, read_events
 from tideforge.engine.forward import Forward
 from tideforge.engine.guard import start_detached
+from tideforge.engine.lab import keeper_status
 from tideforge.engine.outcome import Outcome
 from tideforge.engine.service import Service
 from tideforge.engine.service_config import ServiceConfig
@@ -26,20 +27,25 @@ LLAMA = Path(__file__).parents[2] / "engine" / "models" / "llama"
 
 
 @pytest.fixture
-def night(tiny, tmp_path, end_keeper):
+def night(request, tiny, tmp_path, end_keeper):
+    """A service of a tiny model. A test may ask for another `lookahead`, `trial_s` or `devices`."""
+    asked = getattr(request, "param", {})
     corpus = tuple((7 * i + i // 11) % 250 for i in range(2000))
     shapes = tuple(RequestShape(6 + i, 4) for i in range(4))
     workload = Workload(users=4, search=shapes, held_out=shapes, corpus=corpus, profile="p", seed=0)
     (tmp_path / "workload.json").write_text(workload.to_json())
     state = tmp_path / "s"
     state.mkdir()
-    end_keeper(state)
+    for folder in (state, state / "lane-1"):
+        end_keeper(folder)
     config = ServiceConfig(
-        settings=Settings(state=state, model=tiny, num_blocks=64),
+        settings=Settings(state=state, model=tiny, num_blocks=64, lookahead=asked.get("lookahead")),
+        devices=asked.get("devices", ()),
         night=tmp_path,
         incumbent=LLAMA,
         workload=tmp_path / "workload.json",
         passes=1,
+        trial_s=asked.get("trial_s", 60.0),
         allow_imports=("subprocess",),
         exit_at=time.time() + 100,
     )
@@ -98,6 +104,52 @@ def test_a_killed_service_goes_on_and_counts_nothing_twice(night):
     assert events.count("service_start") == 2 and events.count("service_died") == 1
     assert events.count("trial_end") == 3
     assert sum(event["event"] == "weight_load" for event in read_events(folder / "s")) == 1
+
+
+HANGS = "\nwhile True:\n    pass\n"  # while it is imported
+
+
+@pytest.mark.parametrize("night", [{"lookahead": 1, "trial_s": 10.0}], indirect=True)
+def test_a_service_killed_in_mid_pipeline_begins_again_and_a_hanging_import_delays_nobody(night):
+    client, folder = night
+    first = client.submit(variant(client, HANGS))
+    rest = [client.submit(variant(client, f"\n# {n}\n")) for n in range(3)]
+    assert client.wait(rest[0], 60).outcome is Outcome.PASSED
+    assert not client.trial(first).done
+    os.kill(client.status()["pid"], signal.SIGKILL)
+    assert [client.wait(trial, 90).outcome for trial in [first, *rest]] == [Outcome.HUNG, *[Outcome.PASSED] * 3]
+    events = list(read_events(folder))
+    assert sum(event["event"] == "trial_start" and event["trial"] == first for event in events) == 2
+    assert sum(event["event"] == "trial_end" for event in events) == 4
+    trial = client.trial(rest[1])
+    assert trial.swap_s >= trial.wait_s + trial.stage_s + trial.lock_s > 0 and trial.environment["device"] == "cpu"
+
+
+@pytest.mark.parametrize("night", [{"devices": ("cpu", "cpu")}], indirect=True)
+def test_two_lanes_take_from_one_queue_and_one_that_dies_leaves_the_other(night):
+    client, folder = night
+    deadline = time.monotonic() + 60
+    while sum(event["event"] == "lane_ready" for event in read_events(folder)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    trials = [client.submit(variant(client, f"\n# {n}\n")) for n in range(4)]
+    assert [client.wait(trial, 90).outcome for trial in trials] == [Outcome.PASSED] * 4
+    workers = {event["worker"] for event in read_events(folder) if event["event"] == "trial_worker"}
+    assert len(workers) == 4 and busy_at_once(folder) == 2
+    assert (folder / "noise-1.json").exists() and (folder / "s" / "lane-1" / "logs").is_dir()
+    os.kill(keeper_status(folder / "s" / "lane-1")["pid"], signal.SIGKILL)
+    more = [client.submit(variant(client, f"\n# more {n}\n")) for n in range(4)]
+    assert [client.wait(trial, 90).outcome for trial in more] == [Outcome.PASSED] * 4
+    events = list(read_events(folder))
+    assert [event["lane"] for event in events if event["event"] == "lane_died"] == ["-1"]
+    assert sum(event["event"] == "service_start" for event in events) == 1
+
+
+def busy_at_once(folder: Path) -> int:
+    """The most trials that were under way at one time."""
+    steps = {"trial_start": 1, "trial_end": -1}
+    changes = [steps[event["event"]] for event in read_events(folder) if event["event"] in steps]
+    return max(sum(changes[:count]) for count in range(len(changes) + 1))
 
 
 def test_a_killed_measuring_worker_costs_no_trial(night):
@@ -165,12 +217,13 @@ def test_a_candidate_that_the_service_never_survives_is_given_up(tiny, tmp_path)
     config = ServiceConfig(Settings(tmp_path / "s", tiny), tmp_path, LLAMA, tmp_path / "workload.json")
     service = Service(config)
     deadly, good, changed = (
-        service.archive.submit(Forward({"forward.py": text}), "slow", "x") for text in ("a = 1\n", "b = 1\n", "c = 1\n")
+        service.queue.archive.submit(Forward({"forward.py": text}), "slow", "x")
+        for text in ("a = 1\n", "b = 1\n", "c = 1\n")
     )
     for _ in range(3):
         log_event(tmp_path, "trial_start", trial=deadly.id)
     log_event(tmp_path, "trial_start", trial=good.id)
     (tmp_path / "s" / "forwards" / changed.forward / "forward.py").write_text("c = 2\n")
     again = Service(config)
-    ends = [again._refused(trial) for trial in (deadly, good, changed)]
+    ends = [again.queue.refused(trial) for trial in (deadly, good, changed)]
     assert [end and end.outcome for end in ends] == [Outcome.CRASHED, None, Outcome.REFUSED]

@@ -196,6 +196,12 @@ def test_idle_time_is_when_a_trial_waits_and_none_is_evaluated(
     assert report.idle_while_queued(trials, [{"event": name, "time": time} for name, time in events]) == idle_s
 
 
+def test_trials_that_overlap_are_busy_each_to_its_own_end() -> None:
+    told = [("trial_start", "a", 1.0), ("trial_start", "b", 2.0), ("trial_end", "a", 5.0), ("trial_put_back", "b", 7.0)]
+    events = [{"event": kind, "trial": trial, "time": time} for kind, trial, time in told]
+    assert report.busy_spans(events) == [(1.0, 5.0), (2.0, 7.0)]
+
+
 def test_the_command_prints_one_json_object_and_names_an_unknown_run(made: Any) -> None:
     done = CliRunner().invoke(cli, ["report", str(made.run.folder), "--json"])
     assert done.exit_code == 0, done.output

@@ -1,0 +1,114 @@
+"""The slow tier: a candidate with all its layers beside the incumbent, step by step in turn."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from typing import TYPE_CHECKING
+
+from tideforge.engine import check, measure
+from tideforge.engine.memory import ITEM_BYTES
+from tideforge.engine.outcome import Figures, Outcome
+from tideforge.engine.service_config import new_core
+from tideforge.errors import CandidateError
+
+if TYPE_CHECKING:
+    from tideforge.engine.evaluate import Bench
+    from tideforge.engine.prepared import Prepared
+
+WARM_REQUESTS = 4
+CHECKED_ANSWERS = 3
+HOPELESS = 0.97  # below this ratio after a pass, no further pass is spent
+MIN_PAIRS = 8  # of steps, before an interval decides anything: the spread of a few is luck
+PRECISE = 0.01  # half-width of the ratio's interval at which a trial ends
+
+Timed = tuple[list[tuple[measure.Block, measure.Block]], list[tuple[float, float]]]  # blocks, and pairs of step seconds
+
+
+class SlowTier:
+    """How a bench measures a prepared candidate. Raises CandidateError with what was observed, or IncumbentLost."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+
+    def evaluate(self, prepared: Prepared) -> Figures:
+        bench, spent = self.bench, prepared.spent
+
+        def attempt() -> Timed:
+            bench.revive_incumbent()  # its worker may rehearse, which waits for the clock: not while we hold it
+            with bench.exclusive(spent):
+                self._warm(prepared)
+                spent.swap_s = spent.swap_s or time.perf_counter() - spent.begin
+                with spent.on("clock_s"):
+                    return self._time(prepared)
+
+        blocks, pairs = bench.outlive(prepared, lambda: bench.incumbent_worker, attempt)
+        answers = [answer for _, block in blocks for answer in block.answers]
+        chosen = secrets.SystemRandom().sample(answers, min(CHECKED_ANSWERS, len(answers)))
+        with spent.on("check_s"):
+            check.require_right(bench.reference, chosen, bench.layers, bench.bounds.logit_gap)
+        self._require_possible(min(b for _, b in pairs))
+        return measure.figures_of(measure.with_noise_floor(measure.ratio_of_steps(pairs), bench.noise), blocks)
+
+    def _warm(self, prepared: Prepared) -> None:
+        """Checked before it is timed, and its graphs captured; once, however often the incumbent dies."""
+        if prepared.warm:
+            return
+        bench, worker = self.bench, prepared.staged
+        # On a GPU the first steps may compile: they share the allowance of the staging.
+        worker.step_timeout_s = bench.step_timeout_s if bench.settings.device == "cpu" else bench.stage_timeout_s()
+        with prepared.spent.on("check_s"):
+            self._check_eagerly(prepared)
+        worker.step_timeout_s = bench.step_timeout_s
+        prepared.spent.capture_s += bench.lab.capture(worker)
+        prepared.warm = True
+
+    def _check_eagerly(self, prepared: Prepared) -> None:
+        """A few fresh requests before any clock runs: logits finite, every emitted token right. Warms the worker up too."""
+        bench, arena = self.bench, prepared.staged.arena
+        drawn, prompts = bench.replay()
+        shapes = [dataclasses.replace(shape, output_tokens=3) for shape in drawn[:WARM_REQUESTS]]
+        side = self._side(prepared)
+        try:
+            block = measure.run_block(side.core, side.forward, shapes, prompts[:WARM_REQUESTS], WARM_REQUESTS)
+        except CandidateError as error:
+            if error.outcome == Outcome.NOT_FINITE:
+                check.require_written(arena.logits(1))
+            raise
+        check.require_finite(arena.logits(len(shapes)))
+        check.require_right(bench.reference, block.answers, bench.layers, bench.bounds.logit_gap)
+
+    def _side(self, prepared: Prepared) -> measure.Side:
+        return measure.Side.of(prepared.forward.id, new_core(self.bench.settings), prepared.staged)
+
+    def _time(self, prepared: Prepared) -> Timed:
+        bench, candidate = self.bench, self._side(prepared)
+        blocks, pairs = [], []
+        deadline = time.monotonic() + bench.config.trial_s
+        for _ in range(bench.config.passes):
+            incumbent = measure.Side.of(bench.incumbent.id, new_core(bench.settings), bench.incumbent_worker)
+            a, b, steps = measure.lockstep(incumbent, candidate, *bench.replay())
+            blocks.append((a, b))
+            pairs += steps
+            found = measure.ratio_of_steps(pairs)
+            better = measure.with_noise_floor(found, bench.noise).low > 1
+            sure = len(pairs) >= MIN_PAIRS and (better or found.high - found.low < 2 * PRECISE)
+            if found.ratio < HOPELESS or sure or time.monotonic() > deadline:
+                break  # decided either way; the final score is another measurement
+        return blocks, pairs
+
+    def floor_s(self) -> float:
+        """Least seconds of one step: weights that must move, less what the cache can hold, over the spec sheet's bandwidth."""
+        config, lab = self.bench.config, self.bench.lab
+        if config.bandwidth_bytes_per_s is None:
+            return 0.0
+        embedding = lab.config.vocab_size * lab.config.hidden_size * ITEM_BYTES[lab.settings.dtype]
+        moved = lab.weights_bytes - (0 if lab.config.tie_word_embeddings else embedding) - config.cache_bytes
+        return max(0.0, moved / config.bandwidth_bytes_per_s)
+
+    def _require_possible(self, fastest_s: float) -> None:
+        if fastest_s < (floor_s := self.floor_s()):
+            raise CandidateError(
+                "too_fast", f"a step of {1e3 * fastest_s:.3g} ms is under the floor, {1e3 * floor_s:.3g} ms"
+            )
