@@ -9,11 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import platform
 import secrets
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -23,22 +20,18 @@ from tideforge.engine import check, conduct, measure, tuning
 from tideforge.engine.core import EngineCore
 from tideforge.engine.events import log_event
 from tideforge.engine.executor import RemoteExecutor
-from tideforge.engine.fast import FastTier, depths_of
+from tideforge.engine.fast import FastTier
 from tideforge.engine.forward import KNOBS, Forward
 from tideforge.engine.lab import Lab
 from tideforge.engine.outcome import Figures, Outcome, Trial
 from tideforge.engine.prepared import Prepared, Spent
 from tideforge.engine.reference import Reference
-from tideforge.engine.screen import screen
 from tideforge.engine.service_config import ServiceConfig, for_bench, new_core
 from tideforge.engine.slow import SlowTier
-from tideforge.engine.spares import Spares
+from tideforge.engine.staging import FAST, Staging
 from tideforge.errors import CandidateError, IncumbentLost
 
-FAST = "fast"
-TIERS = ("slow", FAST)
 CHECKED_ANSWERS = 3
-MAX_STAGE_S = 30.0
 STEP_TIMEOUT_FACTOR = 20.0
 MIN_STEP_TIMEOUT_S = 2.0
 INCUMBENT_RETRIES = 3  # of one trial, when the incumbent's worker dies under it
@@ -63,12 +56,10 @@ class Bench:
         self.incumbent_worker = self._start_incumbent()
         self._tune()
         self.ahead = self.settings.ahead
-        self.spares = Spares(self.lab, self.ahead + 1, config.night)
-        self.spares.refill()
+        self.staging = Staging(self.lab, config, self.incumbent.knobs)
+        self.staging.spares.refill()
         self._slow = SlowTier(self)
         self._fast: FastTier | None = None
-        self._live: dict[str, Prepared] = {}  # by trial: those with a worker, whoever prepares or measures them
-        self._lock = threading.Lock()
         self.noise: tuple[float, ...] = ()
         self.noise = tuning.noise(self)
 
@@ -112,13 +103,11 @@ class Bench:
     def against_itself(self) -> float:
         """The ratio of the incumbent against itself in a fresh worker."""
         one = Prepared(Trial("noise", self.incumbent.id, "slow", "", time.time()), self.incumbent)
-        one.worker = self.spares.take()
         try:
-            self._stage(one)
+            self.staging.stage(one)
             return self._slow.evaluate(one).ratio
         finally:
-            self.spares.release(one.worker)
-            self.spares.refill()
+            self.staging.release(one)
 
     def evaluate(self, trial: Trial, forward: Forward) -> Trial:
         """The trial with its outcome, and figures if it passed. Never raises for what a candidate did."""
@@ -131,9 +120,7 @@ class Bench:
         """
         prepared = Prepared(trial, forward, Spent(queue_s=max(0.0, time.time() - trial.submitted_at)))
         try:
-            self._require_fit(trial, forward)
-            self._take(prepared)
-            self._stage(prepared)
+            self.staging.stage(prepared)
             prepared.spent.prepared = time.perf_counter()
         except CandidateError as error:
             prepared.done = self._end(prepared, Outcome(error.outcome), error.message)
@@ -160,58 +147,17 @@ class Bench:
         if prepared.done is None:
             self._end(prepared, Outcome.CANCELLED, "discarded")
 
-    def abandon(self) -> None:
-        """Kills the workers of all candidates; whoever prepares or measures one sees its death."""
-        with self._lock:
-            workers = [one.worker for one in self._live.values() if one.worker is not None and one.worker.alive]
-        for worker in workers:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker.pid, signal.SIGKILL)
-
     def new_core(self) -> EngineCore:
         return new_core(self.settings)
 
     def stage_timeout_s(self) -> float:
-        """Imports and builds may compile, so they get more time than a step."""
-        return min(MAX_STAGE_S, self.config.trial_s)
-
-    def _require_fit(self, trial: Trial, forward: Forward) -> None:
-        """Raises CandidateError for what can be seen before a worker is spent."""
-        if trial.tier not in TIERS:
-            raise CandidateError("refused", f"there is no tier {trial.tier!r}; take one of {', '.join(TIERS)}")
-        screen(forward, self.config.allow_imports)
-        if forward.knobs != self.incumbent.knobs:
-            raise CandidateError(
-                "refused", f"knobs are frozen at the incumbent's best, {json.dumps(self.incumbent.knobs)}"
-            )
-
-    def _take(self, prepared: Prepared) -> None:
-        with prepared.spent.on("wait_s"):
-            worker = prepared.worker = self.spares.take()
-        with self._lock:
-            self._live[prepared.trial.id] = prepared
-        log_event(self.config.night, "trial_worker", trial=prepared.trial.id, worker=worker.pid)
-        self.spares.refill()  # beside the staging, so that the next trial need not wait for it
-        prepared.before = worker.ward.census()
-
-    def _stage(self, prepared: Prepared) -> None:
-        depths = depths_of(self.lab.config) if prepared.trial.tier == FAST else (len(self.layers),)
-        with prepared.spent.on("stage_s"):
-            for depth in depths:
-                self.lab.stage(prepared.staged, prepared.forward, range(depth), self.stage_timeout_s())
+        return self.staging.timeout_s
 
     def _end(self, prepared: Prepared, outcome: Outcome, message: str = "", figures: Figures | None = None) -> Trial:
-        """Takes the worker away and looks at what it leaves. On a GPU that moves memory, so no clock runs meanwhile."""
-        on_gpu = self.settings.device != "cpu"
-        with self.lab.clock() if on_gpu and prepared.worker is not None else contextlib.nullcontext():
-            intact = prepared.worker is None or self._release(prepared)
-        self.spares.refill()
-        if not intact:
-            outcome, message = (
-                Outcome.WEIGHTS_WRITTEN,
-                "the weights' checksum is another than before it; they are restored",
-            )
-            figures = None
+        """Takes the worker away, if there was one, and looks at what it leaves."""
+        if not self.staging.release(prepared):
+            outcome, figures = Outcome.WEIGHTS_WRITTEN, None
+            message = "the weights' checksum is another than before it; they are restored"
         if outcome is not Outcome.PASSED:
             self.lab.forget_kernels(prepared.forward)
         if prepared.suspect:
@@ -221,21 +167,10 @@ class Bench:
             environment={**environment(), "device": self.settings.device}, **prepared.spent.parts,
         )  # fmt: skip
 
-    def _release(self, prepared: Prepared) -> bool:
-        """Whether the weights are as before. If not, all candidates that live now are suspect: any of them can have done it."""
-        with self._lock:
-            self._live.pop(prepared.trial.id, None)
-        self.spares.release(prepared.staged)
-        if self.lab.weights_intact():
-            return True
-        with self._lock:
-            for other in self._live.values():
-                other.suspect = prepared.suspect = True
-        return False
-
     @contextlib.contextmanager
     def exclusive(self, spent: Spent) -> Iterator[None]:
         """The device is this trial's alone. What it waited for that since it was prepared is noted the first time."""
+        self.staging.settle()
         with self.lab.clock():
             spent.lock_s = spent.lock_s or time.perf_counter() - spent.prepared
             yield

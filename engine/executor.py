@@ -25,12 +25,13 @@ ARRAYS = (
     "input_ids", "positions", "slot_mapping", "block_tables", "seq_lens", "query_start_loc", "logits_indices",
     "temperatures", "top_ps", "seeds", "sample_positions",
 )  # fmt: skip
-ANSWERS = {"attach": "ready", "stage": "staged", "capture": "captured", "step": "tokens"}
+ANSWERS = {"attach": "ready", "stage": "staged", "dry": "dried", "capture": "captured", "step": "tokens"}
 # What a worker may say of its own forward, by what it was asked for; everything else is observed by the authority. The first
 # stands for any other word.
 CLAIMABLE = {
     "attach": ("exited",),
     "stage": ("build_error", "syntax_error", "import_error", "out_of_memory", "too_much_output"),
+    "dry": ("forward_error",),
     "capture": ("capture_error", "forward_error", "wrong_shape", "out_of_memory", "too_much_output"),
     "step": ("forward_error", "wrong_shape", "out_of_memory", "too_much_output"),
 }
@@ -100,6 +101,14 @@ class RemoteExecutor:
             "capture_rows": list(capture_rows),
         }  # fmt: skip
         return seconds(self._ask(header, {}, timeout_s))
+
+    def dry(self, shapes: Sequence[tuple[bool, int, int, int]], timeout_s: float) -> bool:
+        """Has the worker compile what the staged forward launches at these shapes (runner.GraphShape), without running it.
+
+        False: the worker says that it could not, and is no longer as good as a fresh one.
+        """
+        header: dict[str, object] = {"type": "dry", "shapes": [list(shape) for shape in shapes]}
+        return self._ask(header, {}, timeout_s).header.get("whole") is True
 
     def select(self, depth: int) -> None:
         """From now on steps and captures are of the forward as staged with so many layers. Nothing answers this."""

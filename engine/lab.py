@@ -114,7 +114,7 @@ class Lab:
             "memory_bytes": self.memory_bytes,
             "layout": self.layout.to_dict(), "limits": vars(self.settings.limits),
             "entries": weights.header["entries"], "bytes": weights.header["bytes"], "clock": str(self._clock_path),
-            "rehearse": self.rehearsal,
+            "rehearse": self.rehearsal, "dry": self.settings.dry_runs,
         }  # fmt: skip
         return header, (weights.fds[0], arena.worker_fd)
 

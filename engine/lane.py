@@ -124,7 +124,7 @@ class Lane:
         with self.queue.changed:
             self._over = True
             self.queue.changed.notify_all()
-        self.bench.abandon()
+        self.bench.staging.abandon()
         for thread in threads:
             thread.join()
         while self._ready:

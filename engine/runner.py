@@ -50,9 +50,8 @@ class Runner:
             return graph.replay(arrays, scalars["num_steps"], halted)
         return self._plainly(scalars, arrays, halted)
 
-    def rehearse(self, queries: int) -> None:
-        """One row of `queries` tokens on the dummy page; its tokens mean nothing."""
-        shape = GraphShape(queries > 1, queries, 1, queries)
+    def rehearse(self, shape: GraphShape) -> None:
+        """A step of that shape on the dummy page; its tokens mean nothing."""
         self.compute(StepTensors.blank(shape, self.block_size, self.device), shape.scalars)
 
     def _graph_for(self, scalars: Mapping[str, int], arrays: Mapping[str, np.ndarray]) -> Graph | None:

@@ -57,7 +57,7 @@ class SlowTier:
             return
         bench, worker = self.bench, prepared.staged
         # On a GPU the first steps may compile: they share the allowance of the staging.
-        worker.step_timeout_s = bench.step_timeout_s if bench.settings.device == "cpu" else bench.stage_timeout_s()
+        worker.step_timeout_s = bench.step_timeout_s if bench.settings.device == "cpu" else bench.staging.timeout_s
         with prepared.spent.on("check_s"):
             self._check_eagerly(prepared)
         worker.step_timeout_s = bench.step_timeout_s

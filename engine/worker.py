@@ -27,6 +27,7 @@ from torch import Tensor
 
 from tideforge.engine import contract, memory, protocol
 from tideforge.engine import device as device_memory
+from tideforge.engine.dry import dry_run
 from tideforge.engine.faults import fault
 from tideforge.engine.guard import limit_data
 from tideforge.engine.runner import GraphShape, Runner
@@ -118,7 +119,7 @@ class Worker:
 
     def run(self) -> None:
         handlers = {
-            "attach": self.attach, "stage": self.stage, "capture": self.capture,
+            "attach": self.attach, "stage": self.stage, "dry": self.dry, "capture": self.capture,
             "step": self.step, "halt": self.halt, "select": self.select,
         }  # fmt: skip
         while True:
@@ -149,8 +150,7 @@ class Worker:
         self.group, self.logits = map_arena(message.fds[1], self.layout, self.device)
         laps.end("map")
         if head["rehearse"]:
-            with exclusive(head["clock"]):
-                self._rehearse(Path(head["rehearse"]["folder"]), head["rehearse"]["kernels"])
+            self._rehearse(Path(head["rehearse"]["folder"]), head["rehearse"]["kernels"], head["clock"], head["dry"])
         laps.end("rehearse")
         if self.device.type == "cpu" and head["memory_bytes"]:  # CUDA reserves more than any limit
             limit_data(int(head["memory_bytes"]))
@@ -158,19 +158,23 @@ class Worker:
             os.close(fd)
         protocol.send(self.sock, {"type": "ready", "pid": os.getpid(), "seconds": laps.seconds})
 
-    def _rehearse(self, folder: Path, kernels: str) -> None:
-        """Runs a trusted forward once on the dummy page, so that libraries and their kernels are loaded; then forgets it.
+    def _rehearse(self, folder: Path, kernels: str, clock: str, dry: bool) -> None:
+        """Calls a trusted forward once on the dummy page, so that libraries and their kernels are loaded; then forgets it.
 
-        Its logits go nowhere: the arena's are another worker's at this time.
+        Without a dry run, or where that fails, it is run, and the device must be free for it.
         """
         os.environ["TRITON_CACHE_DIR"] = kernels
         before = set(sys.modules)
         forward = load_forward(folder, self._context(range(1), ()))
         runner = Runner(forward, torch.empty_like(self.logits[:1]), self.layout.block_size)
-        for queries in (1, min(16, self.layout.block_size)):
-            runner.rehearse(queries)
-        if self.device.type != "cpu":
-            torch.cuda.synchronize(self.device)
+        queries = min(16, self.layout.block_size)
+        shapes = [GraphShape(False, 1, 1, 1), GraphShape(True, queries, 1, queries)]
+        if not (dry and dry_run(runner, shapes)):
+            with exclusive(clock):
+                for shape in shapes:
+                    runner.rehearse(shape)
+                if self.device.type != "cpu":
+                    torch.cuda.synchronize(self.device)
         sys.path.remove(str(folder))
         for name in set(sys.modules) - before:
             if Path(getattr(sys.modules[name], "__file__", None) or "").is_relative_to(folder):
@@ -199,6 +203,13 @@ class Worker:
 
     def select(self, message: protocol.Message) -> None:
         self.runner = self.depths[message.header["depth"]]
+
+    def dry(self, message: protocol.Message) -> None:
+        """Compiles what the staged forward launches, without running it."""
+        assert self.runner is not None
+        begin = time.perf_counter()
+        whole = dry_run(self.runner, [GraphShape(*shape) for shape in message.header["shapes"]])
+        protocol.send(self.sock, {"type": "dried", "whole": whole, "seconds": time.perf_counter() - begin})
 
     def capture(self, message: protocol.Message) -> None:
         assert self.runner is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,13 +77,9 @@ def test_a_candidate_that_fails_after_the_incumbent_died_is_blamed(workers: Work
 
 def test_a_trial_whose_incumbent_cannot_be_measured_says_so(workers: Workers) -> None:
     bench: Any = workers.bench
-    bench.lab = SimpleNamespace(stage=lambda *_: 0.0, release=lambda worker: None, spare=lambda arena: "spare")
-    bench.lab.weights_intact, bench.lab.forget_kernels = lambda: True, lambda forward: None
-    bench.layers = range(1)
-    bench.config.allow_imports, bench.config.trial_s = (), 1.0
-    bench.spares = SimpleNamespace(take=lambda: workers.candidate, release=lambda _: None, refill=lambda: None)
-    bench.settings, bench.incumbent = SimpleNamespace(device="cpu"), Forward({"forward.py": "", "knobs.json": "{}"})
-    bench._lock, bench._live = threading.Lock(), {}
+    bench.lab = SimpleNamespace(forget_kernels=lambda forward: None)
+    bench.settings = SimpleNamespace(device="cpu")
+    bench.staging = SimpleNamespace(stage=lambda prepared: None, release=lambda prepared: True)
 
     def lost(*_: Any) -> Any:
         raise IncumbentLost("the incumbent's worker died 4 times")
