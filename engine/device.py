@@ -47,10 +47,15 @@ def _padded(size: int, device: torch.device) -> int:
     return -(-size // step.value) * step.value
 
 
+def become_current(device: torch.device) -> None:
+    """The calling thread's CUDA calls are the device's from now on; "cuda" is the first one."""
+    torch.cuda.set_device(device.index or 0)
+    torch.zeros(1, device=device)  # makes its primary context
+
+
 def allocate(size: int, device: torch.device) -> tuple[int, Tensor]:
     """New memory of `size` bytes: a descriptor to hand over, and the bytes as a tensor, uint8 [size]. RuntimeError if none."""
-    torch.cuda.init()
-    torch.zeros(1, device=device)  # the primary context becomes current
+    become_current(device)
     handle, fd = ctypes.c_ulonglong(), ctypes.c_int()
     padded = _padded(size, device)
     _call(
@@ -66,7 +71,7 @@ def allocate(size: int, device: torch.device) -> tuple[int, Tensor]:
 
 def attach(fd: int, size: int, device: torch.device, writable: bool) -> Tensor:
     """The memory behind a descriptor, mapped into this process: uint8 [size]."""
-    torch.zeros(1, device=device)
+    become_current(device)
     handle = ctypes.c_ulonglong()
     _call("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(fd), _POSIX_FD)
     return _map(handle, size, device, writable)
@@ -92,7 +97,11 @@ class _Bytes:
 
 
 def prepare(device: torch.device) -> None:
-    """One long-lived stream for all work of this process, on which cuBLAS has been used: both are needed to capture."""
+    """One long-lived stream for all work of this process, on which cuBLAS has been used: both are needed to capture.
+
+    Code that names no device, a candidate's or Triton's, means this one from now on.
+    """
+    become_current(device)
     torch.cuda.set_stream(torch.cuda.Stream(device))
     square = torch.ones(16, 16, device=device)
     torch.mm(square, square)

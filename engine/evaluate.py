@@ -179,7 +179,7 @@ class Bench:
         tier = self._fast_tier()
         return self.outlive(
             prepared, lambda: tier.incumbent,
-            lambda: tier.evaluate(prepared.staged, prepared.forward, prepared.spent),
+            lambda: tier.measured(prepared.staged, prepared.forward, prepared.spent),
         )  # fmt: skip
 
     def _fast_tier(self) -> FastTier:
@@ -214,6 +214,7 @@ class Bench:
         assert prepared.before is not None
         conduct.require_decent(prepared.before, worker.ward.census(), settings.threads, settings.device)
         ours = list(worker.resident)
+        conduct.require_steady_device(prepared.device_bytes)
         conduct.require_steady(ours, list(self.incumbent_worker.resident)[-len(ours) :])
 
 

@@ -77,7 +77,7 @@ class FastTier:
             check.require_right(self.bench.reference, block.answers[:3], range(depth), self.bounds[depth].logit_gap)
             self.bench.lab.capture(worker)
 
-    def evaluate(self, worker: RemoteExecutor, forward: Forward, spent: Spent) -> Figures:
+    def measured(self, worker: RemoteExecutor, forward: Forward, spent: Spent) -> Figures:
         """Checks and times a candidate that is staged in `worker` at both depths. Raises CandidateError with what was observed."""
         worker.step_timeout_s = self.bench.step_timeout_s
         if not self.incumbent.alive:

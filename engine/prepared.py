@@ -54,6 +54,9 @@ class Prepared:
     worker: RemoteExecutor | None = None
     before: Census | None = None  # of the worker as a spare
     warm: bool = False  # checked eagerly, and its graphs captured
+    device_bytes: list[tuple[int, int]] = dataclasses.field(
+        default_factory=list
+    )  # after each pass: incumbent's, its own
     suspect: bool = False  # somebody wrote the weights while it lived
     done: Trial | None = None
 

@@ -233,6 +233,8 @@ def main() -> None:
     args = parser.parse_args()
     import torch
 
+    if args.device != "cpu":
+        torch.cuda.set_device(torch.device(args.device).index or 0)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with socket.socket(fileno=args.fd) as sock:
         serve(sock, args.model, args.device)

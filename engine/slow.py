@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tideforge.engine import check, measure
 from tideforge.engine.memory import ITEM_BYTES
+from tideforge.engine.nvml import device_bytes
 from tideforge.engine.outcome import Figures, Outcome
 from tideforge.engine.service_config import new_core
 from tideforge.errors import CandidateError
@@ -85,18 +86,28 @@ class SlowTier:
     def _time(self, prepared: Prepared) -> Timed:
         bench, candidate = self.bench, self._side(prepared)
         blocks, pairs = [], []
+        prepared.device_bytes.clear()
         deadline = time.monotonic() + bench.config.trial_s
         for _ in range(bench.config.passes):
             incumbent = measure.Side.of(bench.incumbent.id, new_core(bench.settings), bench.incumbent_worker)
             a, b, steps = measure.lockstep(incumbent, candidate, *bench.replay())
             blocks.append((a, b))
             pairs += steps
+            self._note_memory(prepared)
             found = measure.ratio_of_steps(pairs)
             better = measure.with_noise_floor(found, bench.noise).low > 1
             sure = len(pairs) >= MIN_PAIRS and (better or found.high - found.low < 2 * PRECISE)
             if found.ratio < HOPELESS or sure or time.monotonic() > deadline:
                 break  # decided either way; the final score is another measurement
         return blocks, pairs
+
+    def _note_memory(self, prepared: Prepared) -> None:
+        """What both workers hold on the GPU, where the driver tells."""
+        if self.bench.settings.device == "cpu":
+            return
+        usual, own = device_bytes(self.bench.incumbent_worker.pid), device_bytes(prepared.staged.pid)
+        if usual is not None and own is not None:
+            prepared.device_bytes.append((usual, own))
 
     def floor_s(self) -> float:
         """Least seconds of one step: weights that must move, less what the cache can hold, over the spec sheet's bandwidth."""

@@ -7,12 +7,12 @@ import dataclasses
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from tideforge.data.workload import RequestShape, Workload
-from tideforge.engine import staging
+from tideforge.engine import conduct, nvml, staging
 from tideforge.engine.config import Settings
 from tideforge.engine.dry import dry_run
 from tideforge.engine.evaluate import Bench
@@ -154,3 +154,45 @@ def test_a_suspect_has_no_outcome_whatever_was_seen_of_it() -> None:
     assert bench._end(prepared, Outcome.WRONG, "another token") == prepared.trial
     prepared.suspect = False
     assert bench._end(prepared, Outcome.WRONG, "another token").outcome is Outcome.WEIGHTS_WRITTEN
+
+
+def test_memory_that_grows_on_a_gpu_is_told_from_what_a_first_pass_keeps() -> None:
+    mib = 1 << 20
+    kept = [(900 * mib, size * mib) for size in (500, 900, 900, 950)]
+    conduct.require_steady_device(kept)
+    leaks = [(900 * mib, (500 + 200 * index) * mib) for index in range(4)]
+    with pytest.raises(CandidateError, match="400 MiB more of the GPU") as caught:
+        conduct.require_steady_device(leaks)
+    assert caught.value.outcome == Outcome.MEMORY_GREW
+    conduct.require_steady_device([(own, own) for _, own in leaks])  # the incumbent does so too
+    conduct.require_steady_device(leaks[:3])
+
+
+class Driver:
+    """libnvidia-ml of a machine with two GPUs, one of which holds two processes."""
+
+    HELD: ClassVar = [[(11, 5 << 20), (12, 7 << 20)], [(12, 1 << 20), (13, nvml.UNKNOWN)]]
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+        count._obj.value = len(self.HELD)
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: int, device: Any) -> int:
+        device._obj.value = index + 1
+        return 0
+
+    def nvmlDeviceGetComputeRunningProcesses_v3(self, device: Any, size: Any, processes: Any) -> int:
+        held = self.HELD[device.value - 1]
+        for one, (pid, used) in zip(processes, held, strict=False):
+            one.pid, one.used = pid, used
+        size._obj.value = len(held)
+        return 0
+
+
+def test_a_processs_memory_is_summed_over_the_gpus_and_unknown_where_it_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nvml, "_library", Driver)
+    assert [nvml.device_bytes(pid) for pid in (11, 12, 13, 14)] == [5 << 20, 8 << 20, None, None]
+    monkeypatch.setattr(nvml, "_library", lambda: None)
+    assert nvml.device_bytes(11) is None
