@@ -11,9 +11,8 @@ from tideforge.engine.ward import Census
 from tideforge.errors import CandidateError
 
 GROWN_BYTES = 48 << 20  # over a trial's later steps, more than the incumbent: allocators settle within less
-GROWN_DEVICE_BYTES = 256 << 20
+GROWN_DEVICE_BYTES = 512 << 20
 MIN_READINGS = 8
-MIN_PASSES = 4
 DEVICE_THREADS = 64  # a GPU's driver and compiler start threads of their own, when they please
 
 
@@ -49,14 +48,15 @@ def require_steady_device(readings: Sequence[tuple[int, int]]) -> None:
 
     More is allowed than on the host: torch keeps what the longest prompts so far needed, and later ones may be longer.
     """
-    if len(readings) < MIN_PASSES:
+    half = len(readings) // 2
+    if half == 0:
         return
-    usual, grown = (growth(column) for column in zip(*readings, strict=True))
+    usual, grown = (min(column[half:]) - max(column[:half]) for column in zip(*readings, strict=True))
     if grown > max(0, usual) + GROWN_DEVICE_BYTES:
         raise CandidateError(
             "memory_grew",
-            f"it held {grown >> 20} MiB more of the GPU's memory in the last quarter of {len(readings)} passes than in the "
-            f"second; the incumbent {max(0, usual) >> 20}",
+            f"it held {grown >> 20} MiB more of the GPU's memory in the later half of {len(readings)} passes; "
+            f"the incumbent {max(0, usual) >> 20}",
         )
 
 
