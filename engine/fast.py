@@ -1,119 +1,217 @@
 """The fast tier: a candidate at two depths instead of at all layers. Their difference is the time of the layers between.
 
-Embedding, head and sampling are in both, so they do not decide. Everything else is as on the slow tier: real tokens through all
-the layers that there are, answers checked against the reference at the same depth, incumbent and candidate in turn. A source
-that dawdles at the smaller depth looks better than it is: this tier screens, the slow tier decides.
+Embedding, head and sampling are in both, so they do not decide. Everything else is as on the slow tier: answers are checked
+against the reference at the same depth, incumbent and candidate run in turn. Real tokens go through the embedding and all layers
+from the first one on, the router among them, so every layer sees what it would see in the whole model: no activations are
+recorded or drawn. A source that dawdles at the smaller depth looks better than it is, and what a source does for the head does
+not show: this tier screens, the slow tier decides.
+
+Depths alternate from replay to replay (smaller, larger, larger, smaller), and incumbent and candidate from step to step. In
+simulation that takes away the bias of a steady drift (0.35 % without it at a ratio of 1.5); changing depth with every step
+made the interval no tighter.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import json
+import math
 import secrets
 import time
 from typing import TYPE_CHECKING
 
 from tideforge.engine import check, measure
+from tideforge.engine.archive import write_atomic
+from tideforge.engine.depths import BLOCK_S, Reading, blocks_of, depths_of, enough, ratio_of, readings
 from tideforge.engine.events import log_event
-from tideforge.engine.outcome import Figures
-from tideforge.errors import CandidateError
+from tideforge.engine.outcome import Figures, Outcome
+from tideforge.engine.prepared import Spent
+from tideforge.errors import CandidateError, IncumbentLost
 
 if TYPE_CHECKING:
-    from tideforge.engine.config import ModelConfig
     from tideforge.engine.evaluate import Bench
     from tideforge.engine.executor import RemoteExecutor
     from tideforge.engine.forward import Forward
-    from tideforge.engine.prepared import Spent
 
-PASSES = 3
-Pairs = list[tuple[float, float]]
+MOST_S = 2.0  # of timing; a trial ends then, as precise as it is
+MOST_STEPS = 1024  # decodes that are timed as one
+WARM_REQUESTS = 2
+CHECKED_ANSWERS = 2  # timed ones, at each depth
+Blocks = tuple[measure.Block, measure.Block]
 
 
-def depths_of(config: ModelConfig) -> tuple[int, int]:
-    """(smaller, larger) numbers of layers: whole periods of the pattern of dense and sparse layers, after what leads it in.
+@dataclasses.dataclass
+class Timed:
+    """What the replays so far have shown."""
 
-    Raises CandidateError("refused") when the model is too short for two depths.
-    """
-    kinds = [config.is_sparse(index) for index in range(config.num_hidden_layers)]
-    for lead in range(len(kinds)):
-        rest = kinds[lead:]
-        period = next(p for p in range(1, len(rest) + 1) if rest[p:] == rest[:-p])
-        if (periods := len(rest) // period) >= 2:
-            return lead + period, lead + period * min(3, periods)
-    raise CandidateError("refused", f"{len(kinds)} layers are too few for two depths; submit to the slow tier")
+    steps: list[Reading] = dataclasses.field(default_factory=list)
+    blocks: dict[int, list[Blocks]] = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
+
+    def answers(self, depth: int) -> list[measure.Answer]:
+        """The candidate's."""
+        return [answer for _, block in self.blocks[depth] for answer in block.answers]
 
 
 class FastTier:
-    """A bench's second way to measure. Its incumbent has a worker of its own, which never loads a candidate."""
+    """A bench's second way to measure. Its incumbent has a worker of its own, which never loads a candidate.
+
+    Raises IncumbentLost when the incumbent does not run at these depths, CandidateError("refused") when there are none.
+    """
 
     def __init__(self, bench: Bench) -> None:
-        self.bench, self.depths = bench, depths_of(bench.lab.config)
+        self.bench, self.lab, self.depths = bench, bench.lab, depths_of(bench.lab.config)
         dtype = bench.lab.settings.dtype
         self.bounds = {depth: bench.reference.bounds(dtype, bench.corpus, range(depth)) for depth in self.depths}
-        self.arena = bench.lab.arena("fast-incumbent")
+        self.arena, self.decode_steps = self.lab.arena("fast-incumbent"), 1
         self.incumbent = self._start_incumbent()
-        log_event(bench.config.night, "fast_tier_ready", depths=list(self.depths))
-
-    def _start_incumbent(self) -> RemoteExecutor:
-        worker = self.bench.lab.spare(self.arena)
-        self.stage(worker, self.bench.incumbent)
-        self._warm(worker, self.bench.incumbent)
-        return worker
+        self.decode_steps = self._choose_decode_steps()
+        self.noise: tuple[float, ...] = ()
+        self.noise = self._measure_noise()
+        facts = {"depths": list(self.depths), "decode_steps": self.decode_steps, "noise": list(self.noise)}
+        log_event(bench.config.night, "fast_tier_ready", **facts)
 
     def stage(self, worker: RemoteExecutor, forward: Forward) -> None:
+        """Both depths into a spare; needs no clock."""
         for depth in self.depths:
-            self.bench.lab.stage(worker, forward, range(depth), self.bench.stage_timeout_s())
-
-    def _side(self, worker: RemoteExecutor, forward: Forward) -> measure.Side:
-        return measure.Side.of(forward.id, self.bench.new_core(), worker)
-
-    def _warm(self, worker: RemoteExecutor, forward: Forward) -> None:
-        """A few answers at each depth, checked before any clock runs; on a GPU the graphs come after the first ones."""
-        for depth in self.depths:
-            worker.select(depth)
-            shapes, prompts = self.bench.replay()
-            short = [dataclasses.replace(shape, output_tokens=3) for shape in shapes]
-            side = self._side(worker, forward)
-            block = measure.run_block(side.core, forward.id, short, prompts, self.bench.workload.users)
-            check.require_right(self.bench.reference, block.answers[:3], range(depth), self.bounds[depth].logit_gap)
-            self.bench.lab.capture(worker)
+            self.lab.stage(worker, forward, range(depth), self.bench.stage_timeout_s())
 
     def measured(self, worker: RemoteExecutor, forward: Forward, spent: Spent) -> Figures:
-        """Checks and times a candidate that is staged in `worker` at both depths. Raises CandidateError with what was observed."""
-        worker.step_timeout_s = self.bench.step_timeout_s
-        if not self.incumbent.alive:
-            self.bench.lab.release(self.incumbent)
-            self.incumbent = self._start_incumbent()
+        """Of a candidate that is staged. Raises CandidateError, or IncumbentLost."""
+        timed = self._timed(worker, forward, spent)
         begin = time.perf_counter()
-        self._warm(worker, forward)
-        spent.check_s = time.perf_counter() - begin
-        begin = time.perf_counter()
-        with self.bench.exclusive(spent):
-            spent.swap_s = time.perf_counter() - spent.begin
-            passes = [self._pass(worker, forward) for _ in range(PASSES)]
-        spent.clock_s = time.perf_counter() - begin
-        return figures([pair for pairs, _ in passes for pair in pairs], [deep for _, deep in passes])
-
-    def _pass(self, worker: RemoteExecutor, forward: Forward) -> tuple[Pairs, tuple[measure.Block, measure.Block]]:
-        """The same requests at both depths: seconds of the layers between, step by step, and the deeper blocks."""
-        shapes, prompts = self.bench.replay()
-        steps: list[Pairs] = []
         for depth in self.depths:
+            answers = timed.answers(depth)
+            chosen = secrets.SystemRandom().sample(answers, min(CHECKED_ANSWERS, len(answers)))
+            self._require_right(chosen, depth)
+        spent.check_s += time.perf_counter() - begin
+        return figures(timed, self.noise, self.depths[1])
+
+    def _start_incumbent(self) -> RemoteExecutor:
+        worker = self.lab.spare(self.arena)
+        try:
+            self.stage(worker, self.bench.incumbent)
+            with self.lab.clock():
+                self._warm(worker, self.bench.incumbent, Spent())
+        except CandidateError as error:
+            self.lab.release(worker)
+            raise IncumbentLost(f"the incumbent does not run at {self.depths} layers: {error.message}") from error
+        return worker
+
+    def _choose_decode_steps(self) -> int:
+        """So many decodes that one run of them at both depths fills a block; the reading's prefill makes them rather too few."""
+        shapes, prompts = self.bench.replay()
+        seconds = 0.0
+        with self.lab.clock():
+            for depth in self.depths:
+                self.incumbent.select(depth)
+                side = self._side(self.incumbent, self.bench.incumbent)
+                seconds += measure.run_block(
+                    side.core, side.forward, shapes, prompts, self.bench.workload.users
+                ).seconds
+        tokens = max(shape.output_tokens for shape in shapes)
+        return max(1, min(MOST_STEPS, math.ceil(BLOCK_S * tokens / seconds)))
+
+    def _measure_noise(self) -> tuple[float, ...]:
+        """Log ratios of the incumbent's layers against themselves, each time in another fresh worker. Once a night."""
+        path = self.bench.config.night / f"fast-noise{self.bench.config.lane}.json"
+        if not path.exists():
+            logs = [self._against_itself() for _ in range(self.bench.config.noise_trials)]
+            write_atomic(path, json.dumps({"log_ratios": logs, "depths": self.depths}))
+        return tuple(json.loads(path.read_text())["log_ratios"])
+
+    def _against_itself(self) -> float:
+        worker = self.lab.spare(self.lab.arena("fast-noise"))
+        try:
+            self.stage(worker, self.bench.incumbent)
+            return math.log(self.measured(worker, self.bench.incumbent, Spent()).ratio)
+        except CandidateError as error:
+            raise IncumbentLost(f"the incumbent cannot be measured beside itself: {error.message}") from error
+        finally:
+            self.lab.release(worker)
+
+    def _side(self, worker: RemoteExecutor, forward: Forward) -> measure.Side:
+        core = self.bench.new_core()
+        core.scheduler.limits = dataclasses.replace(self.bench.settings.limits, decode_steps=self.decode_steps)
+        return measure.Side.of(forward.id, core, worker)
+
+    def _require_right(self, answers: list[measure.Answer], depth: int) -> None:
+        check.require_right(self.bench.reference, answers, range(depth), self.bounds[depth].logit_gap)
+
+    def _warm(self, worker: RemoteExecutor, forward: Forward, spent: Spent) -> None:
+        """A few answers at each depth, checked before anything is timed, then the graphs. The caller holds the clock."""
+        on_gpu = self.bench.settings.device != "cpu"
+        worker.step_timeout_s = self.bench.stage_timeout_s() if on_gpu else self.bench.step_timeout_s  # kernels compile
+        begin, spent.capture_s = time.perf_counter(), 0.0
+        for depth in self.depths:
+            worker.select(depth)
+            self._check_eagerly(worker, forward, depth)
+            spent.capture_s += self.lab.capture(worker)
+        spent.check_s = time.perf_counter() - begin - spent.capture_s
+        worker.step_timeout_s = self.bench.step_timeout_s
+
+    def _check_eagerly(self, worker: RemoteExecutor, forward: Forward, depth: int) -> None:
+        drawn, prompts = self.bench.replay()
+        shapes = [dataclasses.replace(shape, output_tokens=3) for shape in drawn[:WARM_REQUESTS]]
+        side = self._side(worker, forward)
+        try:
+            block = measure.run_block(side.core, side.forward, shapes, prompts[: len(shapes)], len(shapes))
+        except CandidateError as error:
+            if error.outcome == Outcome.NOT_FINITE:
+                check.require_written(worker.arena.logits(1))
+            raise
+        check.require_finite(worker.arena.logits(len(shapes)))
+        self._require_right(list(block.answers), depth)
+
+    def _timed(self, worker: RemoteExecutor, forward: Forward, spent: Spent) -> Timed:
+        """Again from the start each time the incumbent's worker died meanwhile: the candidate is not to blame for that."""
+        from tideforge.engine.evaluate import INCUMBENT_RETRIES
+
+        warm = False
+        for _ in range(INCUMBENT_RETRIES + 1):
+            if not self.incumbent.alive:  # its start takes the clock for itself
+                self.lab.release(self.incumbent)
+                self.incumbent = self._start_incumbent()
+            try:
+                with self.bench.exclusive(spent):
+                    if not warm:
+                        self._warm(worker, forward, spent)
+                        warm = True
+                        spent.swap_s = time.perf_counter() - spent.begin
+                    begin = time.perf_counter()
+                    timed = self._time(worker, forward)
+                    spent.clock_s = time.perf_counter() - begin
+                    return timed
+            except CandidateError as error:
+                if self.incumbent.alive or not worker.alive:
+                    raise
+                log_event(self.bench.config.night, "incumbent_died", worker=self.incumbent.pid, message=error.message)
+        raise IncumbentLost(
+            f"the incumbent's worker died {INCUMBENT_RETRIES + 1} times: nothing is known of the candidate"
+        )
+
+    def _time(self, worker: RemoteExecutor, forward: Forward) -> Timed:
+        timed, deadline = Timed(), time.monotonic() + min(MOST_S, self.bench.config.trial_s)
+        while True:
+            for order in (self.depths, self.depths[::-1]):
+                self._replay(worker, forward, order, timed)
+            if enough(blocks_of(timed.steps)) or time.monotonic() > deadline:
+                return timed
+
+    def _replay(self, worker: RemoteExecutor, forward: Forward, order: tuple[int, ...], timed: Timed) -> None:
+        """The same fresh requests at both depths, one depth after the other, step by step on both sides."""
+        shapes, prompts = self.bench.replay()
+        pairs = {}
+        for depth in order:
             for one in (self.incumbent, worker):
                 one.select(depth)
             sides = self._side(self.incumbent, self.bench.incumbent), self._side(worker, forward)
-            a, b, pairs = measure.lockstep(*sides, shapes, prompts)
-            answer = secrets.choice(b.answers)
-            check.require_right(self.bench.reference, [answer], range(depth), self.bounds[depth].logit_gap)
-            steps.append(pairs)
-        between = [(d[0] - s[0], d[1] - s[1]) for s, d in zip(*steps, strict=True)]
-        return between, (a, b)
+            a, b, pairs[depth] = measure.lockstep(*sides, shapes, prompts)
+            timed.blocks[depth].append((a, b))
+        timed.steps += readings(*(pairs[depth] for depth in self.depths))
 
 
-def figures(between: Pairs, deep: list[tuple[measure.Block, measure.Block]]) -> Figures:
+def figures(timed: Timed, noise: tuple[float, ...], larger: int) -> Figures:
     """The ratio is of the layers between the depths; tokens/s and latencies are of the larger depth."""
-    totals = [sum(column) for column in zip(*between, strict=True)]
-    if min(totals) <= 0:
-        raise CandidateError(
-            "too_fast", f"the larger depth took {1e3 * min(totals):.3g} ms longer than the smaller one"
-        )
-    return measure.figures_of(measure.ratio_of_steps(between), deep)
+    found = measure.with_noise_floor(ratio_of(blocks_of(timed.steps)), noise)
+    return measure.figures_of(found, timed.blocks[larger])

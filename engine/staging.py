@@ -10,8 +10,8 @@ import threading
 from contextlib import AbstractContextManager
 from typing import Any
 
+from tideforge.engine.depths import depths_of
 from tideforge.engine.events import log_event
-from tideforge.engine.fast import depths_of
 from tideforge.engine.lab import Lab
 from tideforge.engine.prepared import Prepared
 from tideforge.engine.screen import screen

@@ -1,23 +1,30 @@
-"""The fast tier sees what layers cost and whether they are right, at depths that hold whole periods of the pattern."""
+"""The fast tier sees what layers cost and whether they are right, and blames nobody for the incumbent's end."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tideforge.data.workload import RequestShape, Workload
-from tideforge.engine import fast
-from tideforge.engine.config import ModelConfig, Settings
+from tideforge.engine.config import Settings
+from tideforge.engine.depths import Reading, depths_of
 from tideforge.engine.doubles import tiny_llama
-from tideforge.engine.evaluate import Bench
+from tideforge.engine.evaluate import INCUMBENT_RETRIES, Bench
+from tideforge.engine.events import read_events
+from tideforge.engine.fast import FastTier, Timed, figures
+from tideforge.engine.forward import Forward
 from tideforge.engine.measure import Answer, Block
 from tideforge.engine.outcome import Outcome, Trial
+from tideforge.engine.prepared import Spent
 from tideforge.engine.service_config import ServiceConfig
-from tideforge.errors import CandidateError
+from tideforge.errors import CandidateError, IncumbentLost
 
 LLAMA = Path(__file__).parents[2] / "engine" / "models" / "llama"
 
@@ -46,7 +53,7 @@ def submit(bench: Bench, old: str, new: str, tier: str = "fast") -> Trial:
 
 @pytest.mark.timeout(120)
 def test_a_slower_layer_shows_and_a_slower_head_does_not(bench) -> None:
-    waste = "\n        for _ in range(400):\n            x = x + 0"
+    waste = "\n        for _ in range(4000):\n            x = x + 0"
     call = "slots: Tensor, spans: list[Span] | Batch) -> Tensor:\n        eps"
     slow = submit(bench, call, call.replace("\n        eps", waste + "\n        eps"))
     assert slow.outcome is Outcome.PASSED, slow.message
@@ -54,7 +61,7 @@ def test_a_slower_layer_shows_and_a_slower_head_does_not(bench) -> None:
     head = submit(
         bench,
         "        x = rms_norm(x[batch.logits_indices]",
-        waste[1:] + "\n        x = rms_norm(x[batch.logits_indices]",
+        waste[1:].replace("4000", "100") + "\n        x = rms_norm(x[batch.logits_indices]",
     )
     assert head.outcome is Outcome.PASSED, head.message
     assert head.figures.ratio > 2 * slow.figures.ratio
@@ -75,32 +82,114 @@ def test_the_slow_tier_is_as_before_and_another_is_refused(bench) -> None:
     assert refused.outcome is Outcome.REFUSED and "slow, fast" in refused.message
 
 
-@pytest.mark.parametrize(
-    ("kinds", "expected"),
-    [("dddd", (1, 3)), ("dd", (1, 2)), ("dsssss", (2, 4)), ("dsdsds", (2, 6)), ("dsds", (2, 4))],
-)
-def test_depths_hold_whole_periods(bench, kinds, expected) -> None:
-    @dataclasses.dataclass(frozen=True)
-    class Patterned(ModelConfig):
-        def is_sparse(self, layer: int) -> bool:
-            return kinds[layer] == "s"
-
-    raw = {**vars(bench.lab.config), "num_hidden_layers": len(kinds)}
-    assert fast.depths_of(Patterned(**raw)) == expected
-
-
 def test_one_layer_is_too_few(bench) -> None:
     with pytest.raises(CandidateError, match="too few"):
-        fast.depths_of(dataclasses.replace(bench.lab.config, num_hidden_layers=1))
+        depths_of(dataclasses.replace(bench.lab.config, num_hidden_layers=1))
 
 
-def test_a_depth_that_costs_nothing_is_no_win() -> None:
-    block = Block(1.0, (Answer((1,), (2, 3), (0.1, 0.2)),))
-    with pytest.raises(CandidateError, match="larger depth"):
-        fast.figures([(0.01, -0.02), (0.01, 0.01)], [(block, block)])
+@pytest.mark.timeout(120)
+def test_a_dead_incumbent_is_started_again_and_nobody_is_blamed(bench) -> None:
+    tier = bench._fast_tier()
+    tier.incumbent.kill()
+    done = submit(bench, "def build(", "# after a death\ndef build(")
+    assert done.outcome is Outcome.PASSED, done.message
+    assert tier.incumbent.alive
 
 
-def test_the_ratio_is_of_the_layers_between() -> None:
-    block = Block(1.0, (Answer((1,), (2, 3), (0.1, 0.2)),))
-    found = fast.figures([(0.02, 0.01)] * 6, [(block, block)])
-    assert found.ratio == pytest.approx(2.0) and found.pairs == 6
+@pytest.mark.timeout(120)
+def test_parts_of_a_trial_are_accounted_for(bench) -> None:
+    done = submit(bench, "def build(", "# in parts\ndef build(")
+    assert done.outcome is Outcome.PASSED, done.message
+    assert min(done.stage_s, done.check_s, done.swap_s, done.clock_s) > 0 and done.capture_s == 0
+    assert done.figures.pairs >= 1 and done.figures.candidate_tps > 0
+
+
+@pytest.mark.timeout(120)
+def test_the_incumbent_against_itself_is_kept_in_the_nights_folder(bench) -> None:
+    tier, path = bench._fast_tier(), bench.config.night / "fast-noise.json"
+    assert json.loads(path.read_text()) == {"log_ratios": [], "depths": [1, 2]} and tier.noise == ()
+    path.unlink()
+    bench.config = dataclasses.replace(bench.config, noise_trials=2)
+    noise = tier._measure_noise()
+    assert len(noise) == 2 and all(abs(value) < 1 for value in noise)
+    assert tier._measure_noise() == noise == tuple(json.loads(path.read_text())["log_ratios"])
+
+
+@dataclasses.dataclass
+class Fakes:
+    """A tier whose workers are names, and which times what `ends` says: an error, or None for a good measurement."""
+
+    tier: FastTier
+    candidate: Any
+    ends: list[CandidateError | None]
+    warmed: list[str]
+
+    def timed(self) -> Any:
+        return self.tier._timed(self.candidate, Forward({"forward.py": ""}), Spent())
+
+
+@pytest.fixture
+def fakes(tmp_path, monkeypatch) -> Fakes:
+    tier = object.__new__(FastTier)
+    made = Fakes(tier, SimpleNamespace(alive=True, pid=8), [], [])
+    tier.bench = SimpleNamespace(config=SimpleNamespace(night=tmp_path), exclusive=contextlib.nullcontext)
+    tier.lab = SimpleNamespace(release=lambda worker: None)
+    tier.incumbent = SimpleNamespace(alive=True, pid=7)
+
+    def time(*_: Any) -> Timed:
+        if (error := made.ends.pop(0)) is None:
+            return Timed()
+        tier.incumbent.alive = "incumbent" not in error.message
+        raise error
+
+    monkeypatch.setattr(tier, "_time", time)
+    monkeypatch.setattr(tier, "_warm", lambda worker, forward, spent: made.warmed.append("candidate"))
+    monkeypatch.setattr(tier, "_start_incumbent", lambda: SimpleNamespace(alive=True, pid=7))
+    return made
+
+
+def death(whose: str) -> CandidateError:
+    return CandidateError("crashed", f"the {whose}'s worker died of SIGKILL")
+
+
+@pytest.mark.parametrize("deaths", range(INCUMBENT_RETRIES + 1))
+def test_a_trial_outlives_the_incumbents_deaths(fakes, deaths, tmp_path) -> None:
+    fakes.ends = [*[death("incumbent")] * deaths, None]
+    assert fakes.timed() == Timed() and not fakes.ends
+    assert [event["event"] for event in read_events(tmp_path)] == ["incumbent_died"] * deaths
+    assert fakes.warmed == ["candidate"], "graphs are captured once"
+
+
+def test_beyond_that_nobody_is_blamed(fakes) -> None:
+    fakes.ends = [death("incumbent")] * 9
+    with pytest.raises(IncumbentLost, match="nothing is known of the candidate"):
+        fakes.timed()
+    assert len(fakes.ends) == 9 - (INCUMBENT_RETRIES + 1)
+
+
+def test_a_candidate_that_fails_is_blamed(fakes) -> None:
+    fakes.ends = [CandidateError("wrong", "another token")]
+    with pytest.raises(CandidateError, match="another token"):
+        fakes.timed()
+    fakes.ends, fakes.candidate.alive = [death("incumbent")], False
+    with pytest.raises(CandidateError, match="died"):
+        fakes.timed()
+
+
+def test_the_incumbents_own_failure_at_a_depth_is_no_candidates(bench, monkeypatch) -> None:
+    tier = bench._fast_tier()
+    monkeypatch.setattr(tier, "_warm", lambda *_: (_ for _ in ()).throw(CandidateError("wrong", "another token")))
+    workers = len(bench.lab._workers)
+    with pytest.raises(IncumbentLost, match="does not run at"):
+        tier._start_incumbent()
+    assert len(bench.lab._workers) == workers, "its worker is let go"
+
+
+def test_figures_are_of_the_layers_between_and_of_the_larger_depth() -> None:
+    small, large = (Block(seconds, (Answer((1,), (2, 3), (0.1, 0.2)),)) for seconds in (0.5, 1.0))
+    timed = Timed([Reading((0.1, 0.3), (0.1, 0.2))] * 6)
+    timed.blocks[1], timed.blocks[3] = [(small, small)], [(large, large)]
+    found = figures(timed, (), 3)
+    assert found.ratio == pytest.approx(2.0) and found.pairs == 6 and found.candidate_tps == pytest.approx(2.0)
+    wide = figures(timed, (0.01,) * 8, 3)
+    assert wide.ratio == found.ratio and wide.ci_high - wide.ci_low > 0.1
