@@ -8,6 +8,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+SLOW, FAST = "slow", "fast"  # tiers
+
 
 class Outcome(StrEnum):
     """Closed. Derived from what was observed (exit, signal, deadline, comparison), never from what a candidate says."""

@@ -119,7 +119,7 @@ def describe(event: dict[str, Any], root: Path) -> str:
     result = root / "trials" / str(event.get("trial")) / "result.json"
     if event["event"] == "trial_end" and result.exists():
         trial = Trial.read(result)
-        facts = {"trial": trial.id, "by": trial.submitter, "outcome": str(trial.outcome)}
+        facts = {"trial": trial.id, "tier": trial.tier, "by": trial.submitter, "outcome": str(trial.outcome)}
         if trial.figures:
             facts["ratio"] = f"{trial.figures.ratio:.3f} [{trial.figures.ci_low:.3f}, {trial.figures.ci_high:.3f}]"
     return f"{event['event']}  " + "  ".join(f"{key}={value}" for key, value in facts.items())

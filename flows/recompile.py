@@ -89,10 +89,11 @@ def open_search(night: Handle, load: Handle) -> Handle:
 def run_agent(night: Handle, session: Handle, number: int) -> Handle:
     """One agent: a process of its own with its own kill timer (Prefect cannot interrupt a mapped task that blocks)."""
     from tideforge.tasks.search.search import run_agent as launch
+    from tideforge.tasks.search.session import meanwhile
 
     if not session:
         return {}
-    _, endpoint = opened(night)
+    run, endpoint = opened(night)
     spec, budget, share = endpoint.agents[number], endpoint.budget, len(endpoint.agents)
     report = launch(
         spec,
@@ -103,6 +104,8 @@ def run_agent(night: Handle, session: Handle, number: int) -> Handle:
         dollars=budget.dollars / share,
         tokens=budget.tokens // share,
         sandbox=endpoint.sandbox,
+        tier=str(session["tier"]),
+        meanwhile=meanwhile(run, endpoint, str(session["tier"])),
     )
     return report.model_dump(mode="json")
 

@@ -56,6 +56,12 @@ class Budget(Strict):
     tokens: int = Field(default=2_000_000, ge=0)
 
 
+class SearchSpec(Strict):
+    tier: Literal["slow", "fast"] = Field(
+        default="slow", description="what agents' candidates are measured on; from fast the best go on to slow"
+    )
+
+
 class AgentSpec(Strict):
     kind: Literal["offline", "llm", "command"] = "offline"
     name: str = "offline"
@@ -95,6 +101,7 @@ class Endpoint(Strict):
     traffic: Traffic = Traffic()
     workload: WorkloadSpec = WorkloadSpec()
     budget: Budget = Budget()
+    search: SearchSpec = SearchSpec()
     agents: list[AgentSpec] = Field(default_factory=lambda: [AgentSpec(name="offline-1", seed=1)], min_length=1)
     sandbox: Literal["require", "prefer", "off"] = "prefer"
     allow_imports: list[str] = Field(default_factory=list)

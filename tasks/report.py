@@ -1,7 +1,8 @@
 """Node `report`: every figure of a night, recomputed from its raw records. What the nodes summed up is not believed.
 
 Fields (units in the names): service_starts, weight_loads, worker_starts count events of this night's engine;
-candidates and outcomes count finished trials; best_ratio with ci_low and ci_high is the finalist's held-out score;
+candidates counts the forwards whose trials ended, outcomes and tiers those trials; best_ratio with ci_low and ci_high is
+the finalist's held-out score;
 idle_s_while_queued is time in which a candidate waited and none was evaluated; http_tps_before, http_tps_after and
 failed_requests come from the live server's A B B A; approved_by and decision from a signature that holds; shipped from
 the signed release on file and the server's own answer. search_s and wall_s are the clock of the nodes' manifests.
@@ -96,7 +97,7 @@ def compute(run: Run) -> dict[str, Any]:
     served, incumbent = evidence.forwards(run, night.manifests.get("search"))
     if found.verdict and found.verdict["incumbent"] != incumbent:
         raise UserError(str(run.folder / "tuned.json"), "names another incumbent than the verdict", evidence.RESTORE)
-    done = [str(trial.outcome) for trial in found.trials if trial.done]
+    done = [trial for trial in found.trials if trial.done]
     return {
         "run": run.id,
         "endpoint": evidence.output(run, run.need("run"), "endpoint")["name"],
@@ -105,8 +106,9 @@ def compute(run: Run) -> dict[str, Any]:
         "service_starts": counts["service_start"],
         "weight_loads": weight_loads(run, night, events),
         "worker_starts": counts["worker_start"],
-        "candidates": len(done),
-        "outcomes": dict(sorted(Counter(done).items())),
+        "candidates": len({trial.forward for trial in done}),
+        "outcomes": dict(sorted(Counter(str(trial.outcome) for trial in done).items())),
+        "tiers": dict(sorted(Counter(trial.tier for trial in done).items())),
         "served": served,
         "incumbent": incumbent,
         "finalist": found.finalist,

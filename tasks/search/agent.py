@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -166,6 +166,7 @@ class AgentTask(BaseModel):
     deadline: float = Field(description="seconds since the epoch")
     dollars: float = Field(default=0.0, ge=0)
     tokens: int = Field(default=0, ge=0)
+    tier: Literal["slow", "fast"] = "slow"  # of the trials that it asks for
 
     @property
     def allowance(self) -> Allowance:

@@ -1,6 +1,6 @@
 """The engine's queue and the board from a shell, for agents that are programs: `python -m tideforge.tasks.search.ask`.
 
-Socket, board and name come from TIDEFORGE_SOCKET, TIDEFORGE_BOARD and TIDEFORGE_NAME. Answers are JSON lines.
+Socket, board, name and tier come from TIDEFORGE_SOCKET, TIDEFORGE_BOARD, TIDEFORGE_NAME and TIDEFORGE_TIER. Answers are JSON lines.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tideforge.engine.client import EngineClient
 from tideforge.engine.forward import Forward
+from tideforge.engine.outcome import SLOW
 from tideforge.errors import TideforgeError
 from tideforge.tasks.search.board import KINDS, Board
 
@@ -39,7 +40,8 @@ def answers(args: argparse.Namespace) -> list[str]:
     name = os.environ.get("TIDEFORGE_NAME", "command")
     engine, board = EngineClient(Path(os.environ["TIDEFORGE_SOCKET"])), Board(Path(os.environ["TIDEFORGE_BOARD"]))
     if args.what == "submit":
-        return [json.dumps({"trial": engine.submit(Forward.load(args.folder), submitter=name)})]
+        tier = os.environ.get("TIDEFORGE_TIER", SLOW)
+        return [json.dumps({"trial": engine.submit(Forward.load(args.folder), tier, name), "tier": tier})]
     if args.what == "wait":
         return [engine.wait(args.trial, args.seconds).to_json()]
     if args.what == "results":

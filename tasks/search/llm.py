@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from tideforge.data.files import write_whole
+from tideforge.engine.outcome import FAST
 from tideforge.errors import ProtocolError, UserError
 from tideforge.tasks.search.agent import Allowance, Cost, Done, EngineGone, Message, Model, Stop
 from tideforge.tasks.search.tools import Workbench
@@ -98,7 +99,15 @@ class LLMAgent:
         write_whole(self.trajectory, (json.dumps(record, indent=1) + "\n").encode())
 
 
+SCREENED = """\
+Your candidates are measured on the fast tier: a few layers, and the ratio is of the layers alone. The best few go on to the \
+slow tier, which measures the whole model and decides; a gain in embedding or head shows there only.
+
+"""
+
+
 def opening(workbench: Workbench) -> str:
     files = "\n\n".join(f"--- incumbent/{name}\n{text}" for name, text in workbench.incumbent.files.items())
     listing = "\n".join(workbench.listing())
-    return f"The incumbent:\n\n{files}\n\nFiles you may read:\n{listing}\n\n{workbench.results()}"
+    screened = SCREENED if workbench.tier == FAST else ""
+    return f"{screened}The incumbent:\n\n{files}\n\nFiles you may read:\n{listing}\n\n{workbench.results()}"

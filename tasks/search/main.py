@@ -24,14 +24,14 @@ def make_agent(task: AgentTask, engine: Engine) -> Agent:
         from tideforge.tasks.search.offline.agent import OfflineAgent
         from tideforge.tasks.search.offline.rules import RULES
 
-        return OfflineAgent(spec.name, spec.seed, engine, board, allowance, RULES)
+        return OfflineAgent(spec.name, spec.seed, engine, board, allowance, RULES, task.tier)
     if spec.kind == "llm":
         from tideforge.tasks.search.llm import LLMAgent
         from tideforge.tasks.search.providers import make_model
         from tideforge.tasks.search.tools import Workbench
 
         model = make_model(spec)
-        workbench = Workbench(spec.name, engine, board, task.workspace, allowance)
+        workbench = Workbench(spec.name, engine, board, task.workspace, allowance, task.tier)
         return LLMAgent(model, workbench, allowance, task.workspace / "trajectory.json")
     from tideforge.tasks.search.command import CommandAgent
 

@@ -11,17 +11,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tideforge.data.files import write_whole
 from tideforge.engine.client import CONTROL
 from tideforge.engine.guard import die_with_parent
-from tideforge.engine.outcome import Trial
+from tideforge.engine.outcome import FAST, SLOW, Trial
 from tideforge.errors import UserError
 from tideforge.tasks.endpoint import AgentSpec
 from tideforge.tasks.search.agent import AgentReport, AgentTask
 
+MEANWHILE_S = 2.0
 GRACE_S = 10.0  # past its deadline, an agent writes its report; then its whole process group is killed
 TASK, REPORT, LOG = "task.json", "report.json", "agent.log"
 # What an agent has no business with: the flow's servers and other people's keys.
@@ -40,8 +41,12 @@ def run_agent(
     tokens: int = 0,
     sandbox: str = "prefer",
     grace_s: float = GRACE_S,
+    tier: str = SLOW,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> AgentReport:
     """Runs one agent until it ends or `deadline` (seconds since the epoch) + grace_s, when it is killed with its children.
+
+    Its candidates are measured on `tier`; `meanwhile` is called every MEANWHILE_S as long as it runs.
 
     UserError when `sandbox` is "require" and there is none for an agent that runs a model's or a stranger's commands.
     """
@@ -50,16 +55,19 @@ def run_agent(
     workspace, socket, board = workspace.resolve(), socket.resolve(), board.resolve()
     prefix = sandboxed(spec, workspace, socket, board, sandbox)
     task = AgentTask(
-        agent=spec, workspace=workspace, socket=socket, board=board, deadline=deadline, dollars=dollars, tokens=tokens
-    )
+        agent=spec, workspace=workspace, socket=socket, board=board, deadline=deadline, dollars=dollars, tokens=tokens,
+        tier="fast" if tier == FAST else "slow",
+    )  # fmt: skip
     (workspace / REPORT).unlink(missing_ok=True)
     write_whole(workspace / TASK, task.model_dump_json(indent=1).encode())
     command = [*prefix, sys.executable, "-m", "tideforge.tasks.search.main", "--spec", str(workspace / TASK)]
-    code = _until(command, spec, workspace, max(0.0, deadline + grace_s - time.time()))
+    code = _until(command, spec, workspace, max(0.0, deadline + grace_s - time.time()), meanwhile)
     return ended(spec, workspace, code, time.time() - begin)
 
 
-def _until(command: list[str], spec: AgentSpec, workspace: Path, timeout_s: float) -> int | None:
+def _until(
+    command: list[str], spec: AgentSpec, workspace: Path, timeout_s: float, meanwhile: Callable[[], object]
+) -> int | None:
     """The exit code, or None when the kill timer ended it. Nothing of its process group is left behind."""
     with (workspace / LOG).open("ab") as log:
         process = subprocess.Popen(
@@ -73,13 +81,19 @@ def _until(command: list[str], spec: AgentSpec, workspace: Path, timeout_s: floa
             preexec_fn=die_with_parent,
         )
         try:
-            return process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
+            return _wait(process, time.monotonic() + timeout_s, meanwhile)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], deadline: float, meanwhile: Callable[[], object]) -> int | None:
+    while (left := deadline - time.monotonic()) > 0:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(min(left, MEANWHILE_S))
+        meanwhile()
+    return None
 
 
 def ended(spec: AgentSpec, workspace: Path, code: int | None, seconds: float) -> AgentReport:
@@ -145,8 +159,8 @@ def sandboxed(spec: AgentSpec, workspace: Path, socket: Path, board: Path, sandb
 
 
 def finalist(trials: Sequence[Trial]) -> Trial | None:
-    """The one candidate that is verified: of those that surely gain, the one with the best lower bound."""
-    gains = [trial for trial in trials if trial.figures is not None and trial.figures.ci_low > 1]
+    """The one candidate that is verified: of those that surely gain on the slow tier, the one with the best lower bound."""
+    gains = [t for t in trials if t.tier == SLOW and t.figures is not None and t.figures.ci_low > 1]
     return max(gains, key=lambda trial: trial.figures.ci_low if trial.figures else 0.0, default=None)
 
 

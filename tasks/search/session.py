@@ -7,20 +7,25 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tideforge.data.files import sha256_file, write_whole
 from tideforge.engine.archive import read_trials
 from tideforge.engine.client import SOCKET, EngineClient, EngineControl
-from tideforge.engine.events import read_events
+from tideforge.engine.config import ModelConfig
+from tideforge.engine.depths import depths_of
+from tideforge.engine.events import log_event, read_events
 from tideforge.engine.guard import start_detached
+from tideforge.engine.outcome import FAST, SLOW
 from tideforge.engine.service_config import ServiceConfig
-from tideforge.errors import UserError
+from tideforge.errors import CandidateError, UserError
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.incumbent import incumbent_folder
 from tideforge.tasks.machine import floor_figures, noise_trials, other_cpus, settings_for
 from tideforge.tasks.search.agent import AgentReport
+from tideforge.tasks.search.promote import Promotion
 from tideforge.tasks.search.search import finalist
 from tideforge.tasks.store import Manifest, Run
 
@@ -35,6 +40,7 @@ class Session:
     board: Path
     workspaces: Path
     deadline: float  # seconds since the epoch
+    tier: str = SLOW  # what agents' candidates are measured on
 
 
 def search_inputs(run: Run, endpoint: Endpoint) -> dict[str, str]:
@@ -45,7 +51,33 @@ def search_inputs(run: Run, endpoint: Endpoint) -> dict[str, str]:
         "workload": workload.outputs["workload"].sha256,
         "budget": f"{budget.search_s:g} s, {budget.search_pairs} passes",
         "agents": agents,
+        "tier": endpoint.search.tier,
     }
+
+
+def tier_of(endpoint: Endpoint) -> tuple[str, str]:
+    """What the night screens on, and why it is not what the endpoint asks for: a model may be too short for two depths."""
+    if endpoint.search.tier == FAST:
+        try:
+            depths_of(ModelConfig.load(endpoint.model))
+        except CandidateError as error:
+            return SLOW, error.message
+    return endpoint.search.tier, ""
+
+
+def reserved_s(endpoint: Endpoint, tier: str) -> float:
+    """Seconds before the deadline at which screening ends, so that what goes on last is still measured."""
+    return min(endpoint.budget.search_s / 4, 2 * endpoint.budget.trial_s) if tier == FAST else 0.0
+
+
+def promotion(run: Run, endpoint: Endpoint, patience_s: float) -> Promotion:
+    state = endpoint.state.resolve()
+    return Promotion(run.folder.resolve(), state / "forwards", EngineClient(state / SOCKET, patience_s))
+
+
+def meanwhile(run: Run, endpoint: Endpoint, tier: str) -> Callable[[], object]:
+    """What is to be done every few seconds while agents search."""
+    return promotion(run, endpoint, 0).try_step if tier == FAST else lambda: None
 
 
 def open_search(run: Run, endpoint: Endpoint) -> Session:
@@ -61,7 +93,9 @@ def open_search(run: Run, endpoint: Endpoint) -> Session:
     deadline = time.time() + max(0.0, endpoint.budget.search_s - _spent_s(run))
     _note(run, "opened", deadline)
     folder = run.folder.resolve()
-    return Session(client.path, folder / "board.jsonl", folder / "agents", deadline)
+    tier, why = tier_of(endpoint)
+    log_event(run.folder, "search_tier", tier=tier, **({"instead_of": FAST, "reason": why} if why else {}))
+    return Session(client.path, folder / "board.jsonl", folder / "agents", deadline - reserved_s(endpoint, tier), tier)
 
 
 def _config(run: Run, endpoint: Endpoint, deadline: float) -> ServiceConfig:
@@ -145,6 +179,8 @@ def close_search(run: Run, endpoint: Endpoint, reports: Sequence[AgentReport]) -
         return done
     state = endpoint.state.resolve()
     client, control = EngineClient(state / SOCKET, patience_s=60), EngineControl(state, patience_s=60)
+    if tier_of(endpoint)[0] == FAST:
+        promotion(run, endpoint, 60).finish(sessions(run)[-1]["deadline"], control.cancel)
     control.cancel("the search ended before this candidate's turn")
     while client.queue().running is not None:
         time.sleep(0.2)
@@ -169,6 +205,7 @@ def close_search(run: Run, endpoint: Endpoint, reports: Sequence[AgentReport]) -
         "knobs": tuned["knobs"],
         "bounds": tuned["bounds"],
         "noise": json.loads((run.folder / "noise.json").read_text())["log_ratios"],
+        "tiers": dict(Counter(trial.tier for trial in trials if trial.done)),
         "searched_s": time.time() - started,
         "tuned_sha256": sha256_file(run.folder / "tuned.json"),
     }

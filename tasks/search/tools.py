@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tideforge.engine.forward import ENTRY, Forward
-from tideforge.engine.outcome import Trial
+from tideforge.engine.outcome import SLOW, Trial
 from tideforge.errors import CandidateError
 from tideforge.tasks.search.agent import Allowance, Done, Engine, ToolCall
 from tideforge.tasks.search.board import Board, BoardError
@@ -66,9 +66,11 @@ _ARGUMENTS = {schema["name"]: schema["parameters"] for schema in SCHEMAS}
 class Workbench:
     """The environment of one llm agent: its candidate's files and its way to the engine and the board."""
 
-    def __init__(self, name: str, engine: Engine, board: Board, workspace: Path, allowance: Allowance) -> None:
+    def __init__(
+        self, name: str, engine: Engine, board: Board, workspace: Path, allowance: Allowance, tier: str = SLOW
+    ) -> None:
         self.name, self.engine, self.board, self.allowance = name, engine, board, allowance
-        self.workspace = workspace
+        self.workspace, self.tier = workspace, tier
         self.incumbent: Forward = engine.incumbent()
         self.files: dict[str, str] = dict(self.incumbent.files)
         self.source = engine.source()
@@ -114,10 +116,10 @@ class Workbench:
         forward = Forward(self.files)
         if forward.id == self.incumbent.id:
             return "error: the candidate is the incumbent; write_candidate first"
-        trial = self.engine.submit(forward, submitter=self.name)
+        trial = self.engine.submit(forward, self.tier, self.name)
         forward.save(self.workspace / "candidates")
         self._post("hypothesis", hypothesis, trial)
-        return f"trial {trial}"
+        return f"trial {trial} on the {self.tier} tier"
 
     def results(self) -> str:
         trials = [told(trial) for trial in self.engine.trials()]
@@ -161,7 +163,7 @@ def mistake(call: ToolCall) -> str | None:
 
 
 def told(trial: Trial) -> str:
-    state = f"{trial.id} by {trial.submitter or '-'}, forward {trial.forward[:12]}: "
+    state = f"{trial.id} by {trial.submitter or '-'}, {trial.tier} tier, forward {trial.forward[:12]}: "
     if trial.figures is not None:
         f = trial.figures
         return (

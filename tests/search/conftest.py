@@ -105,7 +105,7 @@ class FakeEngine:
         self.calls: list[str] = []
 
     def submit(self, forward: Forward, tier: str = "slow", submitter: str = "") -> str:
-        name = f"t-{forward.id[:12]}"
+        name = f"{'t' if tier == 'slow' else tier}-{forward.id[:12]}"
         self.calls.append(name)
         if name not in self.known:
             self.forwards[name] = forward

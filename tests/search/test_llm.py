@@ -18,7 +18,7 @@ from tideforge.tasks.endpoint import AgentSpec
 from tideforge.tasks.search import providers
 from tideforge.tasks.search.agent import Allowance, Message, ToolCall
 from tideforge.tasks.search.board import Board
-from tideforge.tasks.search.llm import LLMAgent
+from tideforge.tasks.search.llm import LLMAgent, opening
 from tideforge.tasks.search.tools import Workbench, mistake
 
 KEY = "sk-scripted-0123456789"
@@ -309,6 +309,18 @@ def test_pauses_follow_the_server_and_grow() -> None:
     assert retry.pause_s(1, {"retry-after": "7"}) == 7
     assert retry.pause_s(1, {"retry-after": "9999"}) == providers.LONGEST_PAUSE_S
     assert 0.5 <= retry.pause_s(1, None) <= 1 < 4 <= retry.pause_s(4, {"retry-after": "soon"}) <= 8
+
+
+def test_a_model_is_told_which_tier_a_figure_is_of(llama: Any, tmp_path: Path) -> None:
+    allowance, board = Allowance(time.time() + 9), Board(tmp_path / "board.jsonl")
+    benches = [
+        Workbench("l", llama.engine(lambda text: 1.2), board, tmp_path, allowance, tier) for tier in ("slow", "fast")
+    ]
+    assert ["fast tier" in opening(bench) for bench in benches] == [False, True]
+    for bench, tier in zip(benches, ("slow", "fast"), strict=True):
+        bench.write_candidate("# quicker\n" + bench.incumbent.files["forward.py"])
+        assert bench.submit("fewer calls").endswith(f"on the {tier} tier")
+        assert f"{tier} tier" in bench.results() and bench.engine.trials()[0].tier == tier
 
 
 def test_mistakes_are_named() -> None:

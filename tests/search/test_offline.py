@@ -117,6 +117,24 @@ def test_a_rewrite_that_breaks_the_forward_is_isolated(bench: Any, tmp_path: Pat
     assert max(t.figures.ratio for t in engine.trials() if t.figures) > 1.3
 
 
+def test_on_the_fast_tier_it_learns_from_that_tier_and_from_what_fails_anywhere(llama: Any, tmp_path: Path) -> None:
+    engine, board = llama.engine(speed), Board(tmp_path / "board.jsonl")
+    agent = OfflineAgent("a", 1, engine, board, Allowance(time.time() + 100), RULES, "fast")
+    steps(agent, 2)
+    assert {trial.tier for trial in engine.trials()} == {"fast"}
+    assert all("on the fast tier" in post.text for post in board.posts() if post.kind == "result")
+    measured, recipe = len(agent.beliefs.measured), frozenset(agent.beliefs.rewrites[:1])
+    assert measured > 0
+    other = engine.base.with_file("more.py", "x = 1\n")
+    slow = engine.submit(other, "slow", "a")
+    board.post("promotion", "note", "it goes on", slow, tuple(recipe))
+    agent.learn()
+    assert len(agent.beliefs.measured) == measured, "its figure is of all layers"
+    engine.known[slow] = Trial(slow, other.id, "slow", "a", 0.0, Outcome.WRONG)
+    agent.learn()
+    assert agent.beliefs.failed == [recipe]
+
+
 def test_stops(llama: Any, tmp_path: Path) -> None:
     assert make(llama, tmp_path, seconds=-1).run().reason == "deadline"
     assert make(llama, tmp_path, rules=()).run().reason == "done"

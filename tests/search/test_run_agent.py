@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shutil
 import socket
 import subprocess
@@ -133,6 +134,17 @@ time.sleep(300)
 """
 
 
+def test_something_can_be_done_while_an_agent_runs(engine: SocketEngine, tmp_path: Path) -> None:
+    calls: list[float] = []
+    report = start(command("sleep", "4"), engine, tmp_path, 60, meanwhile=lambda: calls.append(time.time()))
+    assert report.reason == "done" and 1 <= len(calls) <= 5
+
+
+def test_a_command_submits_on_the_tier_that_it_is_given(engine: SocketEngine, tmp_path: Path) -> None:
+    assert start(command(sys.executable, "-c", ASKS), engine, tmp_path, 60, tier="fast").reason == "done"
+    assert [trial.tier for trial in engine.engine.trials()] == ["fast"]
+
+
 def test_what_outlives_its_deadline_is_killed_with_its_children(engine: SocketEngine, tmp_path: Path) -> None:
     report = start(command(sys.executable, "-c", STUBBORN), engine, tmp_path, 6, grace_s=1.0)
     assert (report.reason, report.exit_code) == ("killed", None)
@@ -261,6 +273,8 @@ def test_finalist_and_summary() -> None:
     best = finalist(trials)
     assert best is not None and best.id == "b"
     assert finalist([trials[0], trials[3]]) is None and finalist([]) is None
+    screened = dataclasses.replace(trial("f", passed, 2.0, 1.9), tier="fast")
+    assert finalist([*trials, screened]) == best and finalist([screened]) is None
     told = summary(trials)
     assert (told.candidates, told.finished, told.outcomes) == (5, 4, {"passed": 3, "wrong": 1})
 

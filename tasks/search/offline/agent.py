@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from tideforge.engine.forward import Forward
-from tideforge.engine.outcome import UNJUDGED, Trial
+from tideforge.engine.outcome import SLOW, UNJUDGED, Trial
 from tideforge.errors import ProtocolError, UserError
 from tideforge.tasks.search.agent import Allowance, Cost, Done, Engine, EngineGone, Stop
 from tideforge.tasks.search.board import Board
@@ -22,9 +22,11 @@ class OfflineAgent:
     """`rules` know Python, torch and the contract; nothing here knows the incumbent."""
 
     def __init__(
-        self, name: str, seed: int, engine: Engine, board: Board, allowance: Allowance, rules: Sequence[Rule]
-    ) -> None:
+        self, name: str, seed: int, engine: Engine, board: Board, allowance: Allowance, rules: Sequence[Rule],
+        tier: str = SLOW,
+    ) -> None:  # fmt: skip
         self.name, self.engine, self.board, self.allowance = name, engine, board, allowance
+        self.tier = tier
         self.rng = random.Random(f"{seed}/{name}")
         self.rules: Sequence[Rule] = rules
         self.cost = Cost()
@@ -66,12 +68,16 @@ class OfflineAgent:
         self.engine.wait(next(iter(self.own)), min(POLL_S, self.allowance.remaining_s))
 
     def learn(self) -> None:
-        """Takes in finished trials, of other agents too where the board tells what they were made of."""
+        """Takes in finished trials, of other agents too where the board tells what they were made of.
+
+        Figures of another tier are of something else; what fails there is wrong all the same.
+        """
         recipes = {post.trial: frozenset(post.rewrites) for post in self.board.posts() if post.trial and post.rewrites}
         for trial in self.engine.trials():
             self.tried.add(trial.forward)
             recipe = self.own.get(trial.id) or recipes.get(trial.id)
-            if trial.done and recipe and trial.id not in self.learned:
+            other = trial.tier != self.tier and trial.figures is not None
+            if trial.done and recipe and trial.id not in self.learned and not other:
                 self.learned.add(trial.id)
                 self.take_in(trial, recipe)
 
@@ -107,7 +113,7 @@ class OfflineAgent:
         return self.beliefs.best() ^ {self.rng.choice(self.beliefs.rewrites)}
 
     def submit(self, forward: Forward, fired: Recipe) -> None:
-        trial = self.engine.submit(forward, submitter=self.name)
+        trial = self.engine.submit(forward, self.tier, self.name)
         self.tried.add(forward.id)
         self.own[trial] = fired
         self.board.post(self.name, "hypothesis", self.reason(fired), trial, tuple(sorted(fired)))
@@ -123,4 +129,6 @@ def told(trial: Trial, best: float) -> str:
         return f"{trial.outcome}: {trial.message}"[:1000]
     figures = trial.figures
     verdict = "a new best" if figures.ci_low > best else "no new best"
-    return f"ratio {figures.ratio:.3f} [{figures.ci_low:.3f}, {figures.ci_high:.3f}], {verdict}"
+    return (
+        f"ratio {figures.ratio:.3f} [{figures.ci_low:.3f}, {figures.ci_high:.3f}] on the {trial.tier} tier, {verdict}"
+    )
