@@ -17,7 +17,7 @@ from tideforge.errors import CandidateError
 
 PERIODS = 5  # of the layer pattern at the larger depth, where that is at most half of the model
 BLOCK_S = 0.05  # least seconds of a block: the same steps at both depths
-LEAST_BLOCKS = 4  # before an interval ends a trial; Student's t is wide for so few
+LEAST_BLOCKS = 6  # before an interval ends a trial: the spread of fewer is luck
 HOPELESS = 0.9  # a candidate that is surely below it is not measured more finely
 PRECISE = 0.01  # half-width of the ratio's interval at which a trial ends
 Pairs = list[tuple[float, float]]
