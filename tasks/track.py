@@ -191,7 +191,13 @@ def _log_parent(mlflow: Any, parent: str, run: Run, endpoint: Endpoint, night: N
     }
     outcomes = {f"outcomes.{kind}": count for kind, count in night.outcomes.items()}
     figures = {} if night.score is None else _metrics(dataclasses.asdict(night.score))
-    _log(mlflow, parent, {"candidates": len(night.trials), **outcomes, **figures}, params, tags)
+    _log(
+        mlflow,
+        parent,
+        {"candidates": len({trial.forward for trial in night.trials}), **outcomes, **figures},
+        params,
+        tags,
+    )
     for path in night.artifacts():
         mlflow.log_artifact(parent, str(path), "night")
 

@@ -81,10 +81,6 @@ _SUM = "return out.unflatten(0, (tokens, k)).sum(1)"
 _STARTS = "starts = torch.searchsorted(sorted_experts, self.numbers)"
 
 
-def _constant(name: str, old: str, new: str, file: str) -> Rewrite:
-    return (Edit(f"{name} = {old}\n", f"{name} = {new}\n", file),)
-
-
 REWRITES: dict[str, Rewrite] = {
     # Norms.
     "norm-fused": (Edit("def rms_norm", f"{_NORM}    return F.rms_norm(x, weight.shape, weight, eps)"),),
@@ -228,10 +224,10 @@ REWRITES: dict[str, Rewrite] = {
              "        starts = counts.cumsum(0)", EXPERTS),
     ),
     # How the kernels are cut.
-    "attention-tile-32": _constant("TILE", "64  # tokens of context read at a time", "32", ATTENTION),
-    "attention-tile-128": _constant("TILE", "64  # tokens of context read at a time", "128", ATTENTION),
-    "attention-split-128": _constant("SPLIT", "256  # tokens of context that one program of a decode reads", "128", ATTENTION),
-    "attention-split-1024": _constant("SPLIT", "256  # tokens of context that one program of a decode reads", "1024", ATTENTION),
+    "attention-tile-32": (Edit("TILE = 64", "TILE = 32", ATTENTION),),
+    "attention-tile-128": (Edit("TILE = 64", "TILE = 128", ATTENTION),),
+    "attention-split-128": (Edit("SPLIT = 256", "SPLIT = 128", ATTENTION),),
+    "attention-split-1024": (Edit("SPLIT = 256", "SPLIT = 1024", ATTENTION),),
     "attention-warps-8": (Edit(_DECODE, _DECODE.replace("precision,", "precision, num_warps=8,"), ATTENTION),),
     "attention-warps-2": (Edit(_DECODE, _DECODE.replace("precision,", "precision, num_warps=2,"), ATTENTION),),
     "experts-columns-64": (Edit("FEW, MANY = (32, 32, 3), (32, 128, 4)", "FEW, MANY = (32, 32, 3), (64, 64, 4)", EXPERTS),),

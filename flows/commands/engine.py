@@ -145,13 +145,13 @@ def trials(endpoint_file: Path, state: Path | None, run_id: str | None, as_json:
 
 
 def line(trial: Trial) -> str:
-    """id, outcome, figures or why there are none."""
+    """id, tier, outcome, figures or why there are none."""
     what = str(trial.outcome or "waits")
     spent = f"stage {trial.stage_s:.1f} check {trial.check_s:.1f} clock {trial.clock_s:.1f} s"
     if (seen := trial.figures) is None:
-        return f"{trial.id}  {what:15}  {spent if trial.done else ''}  {trial.message}".rstrip()
+        return f"{trial.id}  {trial.tier}  {what:15}  {spent if trial.done else ''}  {trial.message}".rstrip()
     return (
-        f"{trial.id}  {what:15}  {spent}  {seen.ratio:.3f} [{seen.ci_low:.3f}, {seen.ci_high:.3f}] times, "
+        f"{trial.id}  {trial.tier}  {what:15}  {spent}  {seen.ratio:.3f} [{seen.ci_low:.3f}, {seen.ci_high:.3f}] times, "
         f"{seen.candidate_tps:.1f} tokens/s"
     )
 

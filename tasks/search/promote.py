@@ -17,7 +17,7 @@ from tideforge.engine.client import EngineClient
 from tideforge.engine.events import log_event
 from tideforge.engine.forward import Forward
 from tideforge.engine.outcome import FAST, SLOW, UNJUDGED, Trial
-from tideforge.errors import ProtocolError, UserError
+from tideforge.errors import CandidateError, ProtocolError, UserError
 from tideforge.tasks.search.board import Board
 
 TWENTY = 20
@@ -60,7 +60,8 @@ class Promotion:
     def step(self, last: bool = False) -> list[str]:
         """Ids of the slow trials that this call began."""
         with self._alone():
-            return [self._send(trial) for trial in promoted(self.engine.trials(), last)]
+            found = [(trial, self._source(trial)) for trial in promoted(self.engine.trials(), last)]
+            return [self._send(trial, forward) for trial, forward in found if forward is not None]
 
     def try_step(self) -> None:
         """A step, if the engine answers at all: it may be starting again."""
@@ -89,8 +90,17 @@ class Promotion:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _send(self, trial: Trial) -> str:
-        name = self.engine.submit(Forward.load(self.forwards / trial.forward), SLOW, trial.submitter)
+    def _source(self, trial: Trial) -> Forward | None:
+        """None when somebody has changed it since: what goes on is what was screened."""
+        with contextlib.suppress(CandidateError, OSError, ValueError):
+            forward = Forward.load(self.forwards / trial.forward)
+            if forward.id == trial.forward:
+                return forward
+        log_event(self.night, "not_promoted", fast=trial.id, reason="its source on disk is not what was submitted")
+        return None
+
+    def _send(self, trial: Trial, forward: Forward) -> str:
+        name = self.engine.submit(forward, SLOW, trial.submitter)
         log_event(self.night, "promoted", fast=trial.id, slow=name, ratio=_ratio(trial))
         rewrites = next((post.rewrites for post in self.board.posts() if post.trial == trial.id and post.rewrites), ())
         text = f"{trial.id} goes on to the slow tier as {name}; it had a ratio of {_ratio(trial):.3f} on the fast tier"

@@ -112,6 +112,19 @@ def test_what_goes_on_is_on_the_board_with_its_rewrites(llama: Any, tmp_path: Pa
     assert [e["fast"] for e in read_events(tmp_path) if e["event"] == "promoted"] == [fast]
 
 
+def test_a_source_that_was_changed_since_does_not_go_on(llama: Any, tmp_path: Path) -> None:
+    engine: Any = llama.engine(lambda text: 1.3)
+    forwards = [
+        engine.base.with_file("forward.py", mark + engine.base.files["forward.py"]) for mark in ("# a\n", "# b\n")
+    ]
+    for forward in forwards:
+        engine.submit(forward, FAST, "a")
+    folder = forwards[0].save(tmp_path / "forwards")
+    (folder / "forward.py").write_text("def build(ctx):\n    return None\n")
+    assert Promotion(tmp_path, tmp_path / "forwards", engine).step(last=True) == [], "nor one that is gone"
+    assert [e["event"] for e in read_events(tmp_path)] == ["not_promoted"] * 2
+
+
 def test_an_engine_that_is_away_is_asked_again_later(tmp_path: Path) -> None:
     class Away:
         def trials(self) -> None:
