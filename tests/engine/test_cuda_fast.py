@@ -16,9 +16,10 @@ from tideforge.data.workload import RequestShape, Workload
 from tideforge.engine.bench.variants import honest
 from tideforge.engine.config import Settings
 from tideforge.engine.doubles import tiny_llama, tiny_moe
-from tideforge.engine.evaluate import Bench, ServiceConfig
+from tideforge.engine.evaluate import Bench
 from tideforge.engine.forward import Forward
 from tideforge.engine.outcome import FAST, Outcome, Trial
+from tideforge.engine.service_config import ServiceConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 MODELS = Path(__file__).parents[2] / "engine" / "models"
