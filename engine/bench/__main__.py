@@ -1,4 +1,8 @@
-"""`python -m tideforge.engine.bench PART`: measures the engine. Tables first, one JSON object as the last line."""
+"""`python -m tideforge.engine.bench PART`: measures the engine. Tables first, one JSON object as the last line.
+
+A part goes on where its last call ended: readings lie in `<state>/results/<part>.jsonl`. `all` measures every part, `merge`
+none; both print the tables of all results found.
+"""
 
 from __future__ import annotations
 
@@ -7,109 +11,126 @@ import contextlib
 import dataclasses
 import json
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch
-
-from tideforge.engine import random_weights
-from tideforge.engine.bench import decode, trials
-from tideforge.engine.config import Limits, Settings
-from tideforge.engine.forward import Forward
-from tideforge.engine.lab import Lab, end_keeper
-
-MODELS = Path(__file__).parents[1] / "models"
+from tideforge.engine.bench import decode, experiments, harm, noise, ship, steady, swap, tiers
+from tideforge.engine.bench.job import Job
+from tideforge.engine.bench.report import Figure, Record, environment, table
+from tideforge.errors import TideforgeError, UserError
 
 
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """What a part runs at: the real one on a GPU, a small one on the CPU."""
+class Part(Protocol):
+    """A module that appends to a record until it is complete or the job's time is over, and computes figures from it."""
 
-    shape: str
-    dtype: str
-    trials: int
-    seconds: float  # at most, for a part made of trials
-    users: tuple[int, ...]
-    prompts: tuple[int, ...]  # tokens, one a number of users
-    output: int
+    def measure(self, job: Job, record: Record) -> None: ...
+    def figures(self, record: Record) -> list[Figure]: ...
 
 
-GPU = Size("llama-3.2-1b", "bfloat16", 200, 400.0, (1, 64), (32, 512), 128)
-CPU = Size("llama-tiny", "float32", 4, 60.0, (1, 4), (8, 16), 16)
-
-
-def settings(size: Size, state: Path, device: str, model: Path) -> Settings:
-    chosen = Settings(
-        state=state, model=model, dtype=size.dtype, device=device, num_blocks=4096 if device == "cuda" else 128,
-        limits=Limits(max(size.users), 4096, 2048, decode_steps=64),
-    )  # fmt: skip
-    if device == "cpu":
-        return chosen
-    return dataclasses.replace(
-        chosen, capture_rows=size.users, capture_tokens=(32, 128, 512, 2048), capture_contexts=(256, 1024)
-    )
-
-
-def part_decode(size: Size, state: Path, device: str) -> dict[str, Any]:
-    model = random_weights.write(state / "model", size.shape, device=device)
-    forward = Forward.load(MODELS / "llama")
-    figures = {}
-    with contextlib.closing(Lab(settings(size, state, device, model))) as lab:
-        for users, prompt in zip(size.users, size.prompts, strict=True):
-            found = decode.rates(lab, forward, users, prompt, size.output)
-            figures[f"users_{users}"] = {**dataclasses.asdict(found), "share": found.share}
-            print(
-                f"{users:4d} users, {prompt} + {size.output} tokens: engine {found.engine_tps:9.1f} tokens/s, its decodes "
-                f"{found.engine_decode_tps:9.1f}, bare replays {found.bare_tps:9.1f}, share {found.share:.3f}"
-            )
-    return figures
-
-
-def part_swap(size: Size, state: Path, device: str) -> dict[str, Any]:
-    """One user: what a swap costs, what memory it leaves, and how often equal sources seem faster."""
-    model = random_weights.write(state / "model", size.shape, device=device)
-    chosen = dataclasses.replace(settings(size, state, device, model), spares=6 if device == "cuda" else 1)
-    with trials.open_bench(chosen, MODELS / "llama", 1, size.prompts[0], size.output, passes=12) as bench:
-        found = trials.swaps(bench, size.trials, size.seconds)
-    figures = found.summary()
-    for name, value in figures.items():
-        print(f"{name:20s} {value}")
-    for ratio, low, high, pairs in found.intervals:
-        print(f"    {ratio:.5f} [{low:.5f}, {high:.5f}] {pairs} pairs")
-    return figures
-
-
-PARTS: Mapping[str, Callable[[Size, Path, str], dict[str, Any]]] = {"decode": part_decode, "swap": part_swap}
+PARTS: dict[str, Part] = {
+    "decode": decode, "swap": swap, "experiments": experiments, "tiers": tiers, "harm": harm, "steady": steady,
+    "noise": noise, "ship": ship,
+}  # fmt: skip
 
 
 def main() -> None:
+    args = arguments()
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(args.gpu))
+    try:
+        with opened(args.state) as state:
+            sys.exit(run(args, state))
+    except UserError as error:
+        print(f"tideforge: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def run(args: argparse.Namespace, state: Path) -> int:
+    """1 if a part failed; what it had measured by then is shown like the rest."""
+    names = list(PARTS) if args.part == "all" else [] if args.part == "merge" else [args.part]
+    problems = [f"{name}: {problem}" for name in names if (problem := measured(args, state, name))]
+    shown = {name: Record(state / "results", name) for name in (PARTS if args.part in ("all", "merge") else names)}
+    parts = {name: record for name, record in shown.items() if record.lines}
+    figures = {name: judged(record, PARTS[name].figures(record)) for name, record in parts.items()}
+    for name, found in figures.items():
+        print(table(name, found), end="\n\n")
+    for problem in problems:
+        print(f"tideforge: {problem}", file=sys.stderr)
+    print(json.dumps(merged(parts, figures)), flush=True)
+    return 1 if problems else 0
+
+
+def measured(args: argparse.Namespace, state: Path, name: str) -> str:
+    """Runs one part; "", or why it ended early."""
+    device = args.device or detected()
+    job = Job(device, state, args.trials, args.seconds, args.vllm)
+    record, begin = Record(job.results, name), time.perf_counter()
+    record.add("run", **environment(device, args.gpu, args.commit))
+    try:
+        PARTS[name].measure(job, record)
+    except TideforgeError as error:
+        if isinstance(error, UserError) and args.part != "all":
+            raise
+        return str(error)
+    finally:
+        record.add("end", seconds=round(time.perf_counter() - begin, 1))
+    return ""
+
+
+def judged(record: Record, figures: Sequence[Figure]) -> list[Figure]:
+    """Goals are an H200's: elsewhere only what must be none is judged."""
+    if all(line["device"] == "cuda" for line in record.of("run")):
+        return list(figures)
+    return [figure if figure.goal == "<= 0" else dataclasses.replace(figure, met=None) for figure in figures]
+
+
+def merged(records: Mapping[str, Record], figures: Mapping[str, Sequence[Figure]]) -> dict[str, Any]:
+    """For machines: of each part the environment of every call and the figures under their names."""
+    return {
+        name: {
+            "environment": record.of("run"),
+            "seconds": [line["seconds"] for line in record.of("end")],
+            "figures": [dataclasses.asdict(figure) for figure in figures[name]],
+        }
+        for name, record in records.items()
+    }
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tideforge.engine.bench", description=__doc__)
-    parser.add_argument("part", choices=[*sorted(PARTS), "all"], help="what to measure; all: one after another")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--state", type=Path, help="folder for model and state; a temporary one if absent")
-    parser.add_argument("--trials", type=int, help="how many sources a part made of trials tries")
+    parser.add_argument("part", choices=[*PARTS, "all", "merge"], help="what to measure")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is a GPU")
+    parser.add_argument("--gpu", type=int, default=0, help="which GPU, as nvidia-smi counts")
+    parser.add_argument("--state", type=Path, help="folder for models, services and results; a temporary one if absent")
+    parser.add_argument("--trials", type=int, help="how many trials a part makes in all, over however many calls")
+    parser.add_argument("--seconds", type=float, default=420.0, help="for each part, in this call")
+    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="a Python that has vLLM 0.26.0, to set beside")
+    parser.add_argument("--commit", default="", help="what is measured, where there is no checkout to ask")
     args = parser.parse_args()
-    size = GPU if args.device == "cuda" else CPU
-    if args.trials:
-        size = dataclasses.replace(size, trials=args.trials)
-    figures: dict[str, Any] = {"device": device_name(args.device), "torch": torch.__version__, "shape": size.shape}
+    if (args.trials is not None and args.trials < 1) or args.seconds <= 0 or args.gpu < 0:
+        parser.error("--trials is at least 1, --seconds is above 0, --gpu is not negative")
+    if args.vllm is not None and not os.access(args.vllm, os.X_OK):
+        parser.error(f"--vllm: {args.vllm} is no program; give the python of an environment that has vLLM")
+    return args
+
+
+@contextlib.contextmanager
+def opened(state: Path | None) -> Iterator[Path]:
+    if state is not None:
+        state.mkdir(parents=True, exist_ok=True)
+        yield state.resolve()
+        return
     with tempfile.TemporaryDirectory(prefix="tideforge-bench-") as folder:
-        state = (args.state or Path(folder)).resolve()
-        for name in sorted(PARTS) if args.part == "all" else [args.part]:
-            begin = time.perf_counter()
-            try:
-                figures[name] = PARTS[name](size, state, args.device)
-            finally:
-                end_keeper(state)
-            figures[name]["seconds"] = round(time.perf_counter() - begin, 1)
-    print(json.dumps(figures))
+        yield Path(folder).resolve()
 
 
-def device_name(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} cores"
+def detected() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Decoding through the engine against bare replays of the same graph, in one run.
+"""Decoding through the engine against bare replays of the same graph, over HTTP, and in vLLM, in one part.
 
 The engine's rate is what arrives in the authority's process over the Unix socket, scheduling and streaming included. The
 bare rate is the same forward's graph replayed in a loop with nothing around it, at the same contexts.
@@ -6,25 +6,27 @@ bare rate is the same forward's graph replayed in a loop with nothing around it,
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import os
-import socket
 import statistics
-import time
-from collections.abc import Callable
-
-import numpy as np
-import torch
 
 from tideforge.data.workload import RequestShape
-from tideforge.engine import measure, protocol
-from tideforge.engine.executor import Sampled, step_arrays, step_scalars
+from tideforge.engine import measure as measuring
+from tideforge.engine.bench import served, vllm
+from tideforge.engine.bench.bare import bare_rate, prompts
+from tideforge.engine.bench.job import MODELS, TINY, Job, Load
+from tideforge.engine.bench.report import Figure, Record
+from tideforge.engine.evaluate import new_core
 from tideforge.engine.forward import Forward
-from tideforge.engine.lab import Lab
-from tideforge.engine.runner import GraphShape, Runner
-from tideforge.engine.scheduler import Request, Step
-from tideforge.engine.service_config import new_core
-from tideforge.engine.worker import Worker
+from tideforge.engine.lab import Lab, end_keeper
+
+LOADS = (Load("llama-3.2-1b", 1, 32, 128, 1), Load("llama-3.2-1b", 64, 512, 128, 1))
+SMALL = (dataclasses.replace(TINY, users=1, output=16), dataclasses.replace(TINY, users=4, prompt=16, output=16))
+REPEATS = 5
+MODES = ("default", "full-decode")
+PREDICTED = {1: ("580", "0.98", "520", "1.0"), 64: ("16,000", "0.94", "9,000", "0.85")}  # RPC, share, HTTP, beside vLLM
+GOALS = {1: 1.0, 64: 0.9}  # of vLLM's better mode
+SHARE = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,15 +45,88 @@ class Rates:
         return self.engine_decode_tps / self.bare_tps
 
 
+def measure(job: Job, record: Record) -> None:
+    loads = LOADS if job.on_gpu else SMALL
+    done = {line["users"] for line in record.of("rates")}
+    if any(load.users not in done for load in loads):
+        state = job.state / f"decode-{record.runs}"
+        try:
+            with contextlib.closing(Lab(job.settings(loads[-1], state))) as lab:
+                for load in loads:
+                    found = rates(
+                        lab, Forward.load(MODELS / load.forward), load.users, load.prompt, load.output, REPEATS
+                    )
+                    record.add("rates", **dataclasses.asdict(found))
+        finally:
+            end_keeper(state)
+    if not record.of("http"):
+        over_http(job, record, loads)
+    for mode in MODES if job.on_gpu else ():
+        if vllm.started(record, cold=True, mode=mode) is None:
+            vllm.start(job, record, list(loads), mode, cold=True, repeats=REPEATS)
+
+
+def over_http(job: Job, record: Record, loads: tuple[Load, ...]) -> None:
+    """The same requests to the HTTP server in a process of its own, read as streams here."""
+    if missing := served.missing_packages():
+        print(f"over HTTP: not measured, {', '.join(missing)} cannot be imported")
+        return
+    with served.serving(job, record, loads[-1]) as server:
+        for load in loads:
+            blocks = [server.block(load, seed) for seed in range(REPEATS + 1)][1:]
+            tps = [load.users * load.output / block.seconds for block in blocks]
+            decode = [load.users * (load.output - 1) / block.decode_s for block in blocks]
+            failed = sum(bool(stream.problem) for block in blocks for stream in block.streams)
+            record.add("http", users=load.users, tps=tps, decode_tps=decode, failed=failed)
+
+
+def figures(record: Record) -> list[Figure]:
+    found: list[Figure] = []
+    lines = {line["users"]: line for line in record.of("rates")}
+    for users, line in lines.items():
+        one = Rates(**{name: value for name, value in line.items() if name != "kind"})
+        rpc, share, http, beside = PREDICTED.get(users, ("", "", "", ""))
+        name = f"{users} user{'s' if users > 1 else ''}, {one.prompt} + {one.output}"
+        found += [
+            Figure(f"{name}: engine, whole blocks", one.engine_tps, "tokens/s", rpc),
+            Figure(f"{name}: engine, decoding", one.engine_decode_tps, "tokens/s", ""),
+            Figure(f"{name}: bare replays", one.bare_tps, "tokens/s", ""),
+            Figure.at_least(f"{name}: decoding / bare replays", one.share, "", share, SHARE),
+        ]
+        for over in (line for line in record.of("http") if line["users"] == users):
+            tps = statistics.median(over["tps"])
+            found.append(Figure(f"{name}: over HTTP, whole blocks", tps, "tokens/s", http))
+            found.append(Figure(f"{name}: over HTTP, decoding", statistics.median(over["decode_tps"]), "tokens/s", ""))
+            found.append(Figure(f"{name}: over HTTP, failed", over["failed"], "requests", "0"))
+        found += _beside_vllm(record, name, users, one, beside)
+    return found
+
+
+def _beside_vllm(record: Record, name: str, users: int, one: Rates, predicted: str) -> list[Figure]:
+    starts = [start for mode in MODES if (start := vllm.started(record, cold=True, mode=mode)) and users in start.cases]
+    rates_of = {start.mode: float(start.cases[users]["output_tps"]) for start in starts}
+    best = max(rates_of.values(), default=None)
+    found = [Figure(f"{name}: vLLM, {mode}", rate, "tokens/s", "") for mode, rate in rates_of.items()]
+    found += [
+        Figure(f"{name}: vLLM, {start.mode}, decoding", start.cases[users]["decode_tps"], "tokens/s", "")
+        for start in starts
+    ]
+    ratio = one.engine_tps / best if best else None
+    return [
+        *found,
+        Figure.at_least(f"{name}: engine / vLLM's better mode", ratio, "times", predicted, GOALS.get(users, 0)),
+    ]
+
+
 def rates(lab: Lab, forward: Forward, users: int, prompt: int, output: int, repeats: int = 5) -> Rates:
     """Raises CandidateError when the forward fails."""
     worker = lab.spawn(forward, lab.arena("bench"))
     try:
-        side = measure.Side.of(forward.id, new_core(lab.settings), worker)
+        side = measuring.Side.of(forward.id, new_core(lab.settings), worker)
         shapes = [RequestShape(prompt, output)] * users
         blocks = []
         for index in range(repeats + 1):
-            blocks.append(measure.run_block(side.core, forward.id, shapes, prompts(lab, shapes, index), users))
+            blocks.append(measuring.run_block(side.core, forward.id, shapes, prompts(lab, shapes, index), users))
             if index == 0:  # kernels are compiled now
                 lab.capture(worker)
     finally:
@@ -64,94 +139,9 @@ def rates(lab: Lab, forward: Forward, users: int, prompt: int, output: int, repe
     )  # fmt: skip
 
 
-def _first(block: measure.Block) -> float:
+def _first(block: measuring.Block) -> float:
     return max(answer.times_s[0] for answer in block.answers)
 
 
-def _last(block: measure.Block) -> float:
+def _last(block: measuring.Block) -> float:
     return max(answer.times_s[-1] for answer in block.answers)
-
-
-def prompts(lab: Lab, shapes: list[RequestShape], seed: int) -> list[tuple[int, ...]]:
-    """Random token ids: real text has no say in how long a decode takes."""
-    rng = np.random.default_rng(seed)
-    return [tuple(rng.integers(3, lab.config.vocab_size, shape.prompt_tokens).tolist()) for shape in shapes]
-
-
-def bare_rate(lab: Lab, forward: Forward, users: int, prompt: int, output: int, repeats: int) -> float:
-    """Tokens/s of bare decode steps (graph replays on a GPU) in this process, from the context after the prompt to the last token."""
-    shapes = [RequestShape(prompt, output)] * users
-    step = first_decode(lab, forward, shapes, prompts(lab, shapes, 0))
-    runner = in_process(lab, forward)
-    replay, load = decode_loop(lab, runner, step, prompt + output)
-    seconds = []
-    for _ in range(repeats + 1):
-        load()
-        begin = time.perf_counter()
-        replay(output - 1)
-        seconds.append(time.perf_counter() - begin)
-    return users * (output - 1) / statistics.median(seconds[1:])
-
-
-def decode_loop(lab: Lab, runner: Runner, step: Step, longest: int) -> tuple[Callable[[int], None], Callable[[], None]]:
-    """`replay(n)` runs n decode steps and waits for the last; `load()` puts the first one's inputs in place."""
-    if not lab.settings.capture_rows:
-        scalars, arrays = step_scalars(step), step_arrays(step)
-
-        def plainly(count: int) -> None:
-            for _ in runner.run({**scalars, "num_steps": count}, arrays, lambda: False):
-                pass
-
-        return plainly, lambda: None
-    rows = min(size for size in lab.settings.capture_rows if size >= len(step.seq_lens))
-    context = min(size for size in lab.settings.capture_contexts if size >= longest)
-    shape = GraphShape(False, rows, rows, context)
-    runner.capture([shape])
-    graph = runner.graphs[shape]
-
-    def replay(count: int) -> None:
-        for _ in range(count):
-            graph.graph.replay()
-        torch.cuda.synchronize()
-
-    return replay, lambda: graph.tensors.load(step_arrays(step), False)
-
-
-class Planned:
-    """An executor that runs nothing and keeps the scheduler's last plan."""
-
-    def execute(self, step: Step) -> list[Sampled]:
-        self.step = step
-        return [Sampled([5] * len(step.request_ids))]
-
-    def halt(self) -> None:
-        pass
-
-
-def first_decode(lab: Lab, forward: Forward, shapes: list[RequestShape], texts: list[tuple[int, ...]]) -> Step:
-    """The first step in which every request decodes."""
-    core, planned = new_core(lab.settings), Planned()
-    core.attach(forward.id, planned)
-    for index, (shape, text) in enumerate(zip(shapes, texts, strict=True)):
-        core.add(Request(str(index), text, shape.output_tokens, forward=forward.id))
-    core.step()
-    while planned.step.num_prefills:
-        core.step()
-    return planned.step
-
-
-def in_process(lab: Lab, forward: Forward) -> Runner:
-    """What runs the forward in a worker, in this process; attached to the keeper's memory like any other."""
-    ours, theirs = socket.socketpair()
-    worker, arena = Worker(theirs), lab.arena("bench")
-    header, fds = lab.attachment(arena)
-    header["memory_bytes"] = 0  # this process is not limited for it
-    worker.attach(protocol.Message(header, {}, tuple(os.dup(fd) for fd in fds)))  # it closes what it was given
-    folder = forward.save(lab.settings.state / "forwards").resolve()
-    layers = [0, lab.config.num_hidden_layers]
-    stage = {"folder": str(folder), "layers": layers, "kernels": str(lab.kernels(forward)), "capture_rows": []}
-    worker.stage(protocol.Message(stage, {}, ()))
-    ours.close()
-    theirs.close()
-    assert worker.runner is not None
-    return worker.runner

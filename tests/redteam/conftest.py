@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import signal
 import sys
@@ -16,6 +15,7 @@ import pytest
 
 import tideforge.engine
 from tideforge.data.workload import RequestShape, Workload
+from tideforge.engine.bench import harmful
 from tideforge.engine.client import EngineClient, EngineControl
 from tideforge.engine.config import Settings
 from tideforge.engine.doubles import tiny_llama
@@ -32,60 +32,13 @@ IMPORTS = (
     "ctypes", "gc", "mmap", "os", "pathlib", "signal", "struct", "subprocess", "sys", "tempfile", "threading", "time",
 )  # fmt: skip
 
-# Where a harm of each phase stands in a candidate. `harm` gets what the phase has: nothing, ctx, or the batch.
-WRAP = """
-
-class Harmed:
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __call__(self, batch):
-{forward}
-
-
-_plain = build
-
-
-def build(ctx):
-{build}
-    return Harmed(_plain(ctx))
-
-
-{module}
-"""
-
 
 def harms() -> dict[str, ModuleType]:
-    """The files of harm/ as modules, by name. Importing one does nothing."""
-    found = {}
-    for path in sorted(HARM.glob("*.py")):
-        spec = importlib.util.spec_from_file_location(f"harm_{path.stem}", path)
-        assert spec is not None and spec.loader is not None
-        found[path.stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(found[path.stem])
-    return found
+    return harmful.kinds(HARM)
 
 
 def candidate(plain: Forward, parts: Sequence[tuple[str, str]]) -> Forward:
-    """The plain forward that also does each (phase, harm); phases: import, build, forward, after, instead."""
-    files = dict(plain.files)
-
-    def calls(phase: str, argument: str, indent: int) -> str:
-        names = [name for at, name in parts if at == phase]
-        return "".join(f"{' ' * indent}harm_{name}.harm({argument})\n" for name in names) or f"{' ' * indent}pass\n"
-
-    instead = any(phase == "instead" for phase, _ in parts)
-    inner = calls("instead", "batch", 8) if instead else "        self.inner(batch)\n"
-    wrapped = WRAP.format(
-        forward=calls("forward", "batch", 8) + inner + calls("after", "batch", 8),
-        build=calls("build", "ctx", 4), module=calls("import", "None", 0),
-    )  # fmt: skip
-    imports = "".join(f"import harm_{name}\n" for _, name in parts)
-    head = "from __future__ import annotations\n"
-    files["forward.py"] = files["forward.py"].replace(head, head + imports) + wrapped
-    for _, name in parts:
-        files[f"harm_{name}.py"] = (HARM / f"{name}.py").read_text()
-    return Forward(files)
+    return harmful.candidate(plain, parts, harms())
 
 
 @dataclasses.dataclass

@@ -4,6 +4,7 @@ import os
 import time
 
 OUTCOMES = {"build": "out_of_memory"}
+ON_GPU = {"build": ("out_of_memory", "hung")}  # where a worker may hold more than all four take
 
 
 def harm(what):

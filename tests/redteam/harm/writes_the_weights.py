@@ -5,6 +5,8 @@ import gc
 import torch
 
 OUTCOMES = {"build": "weights_written", "forward": "weights_written"}
+# A device refuses the store as it refuses any other address, when its turn comes.
+ON_GPU = {phase: ("build_error", "forward_error", "weights_written") for phase in OUTCOMES}
 
 
 def harm(what):

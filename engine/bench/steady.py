@@ -1,0 +1,107 @@
+"""Many swaps of different sources in short trials: does memory stay flat, is the last worker as fast as the first?"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Sequence
+
+from tideforge.engine.bench import trials
+from tideforge.engine.bench.job import TINY, Job, Load
+from tideforge.engine.bench.report import Figure, Reading, Record
+from tideforge.engine.bench.running import Plan, running
+
+LOAD = Load("llama-3.2-1b", users=1, prompt=32, output=17, passes=1)
+SETTLED = 20  # readings of each run that are left out of a slope: the first trials fill caches and pools
+EDGE = 50
+TRIAL_S = 5.0
+FLAT = 3.0  # standard errors within which a slope is none
+
+
+def measure(job: Job, record: Record) -> None:
+    wanted = job.count(1000, 6)
+    if len(record.trials()) >= wanted:
+        return
+    with running(job, record, Plan(job.load(LOAD, TINY))) as service:
+        while len(record.trials()) < wanted and job.left_s > TRIAL_S:
+            index = len(record.trials())
+            kernel = job.on_gpu and index % 3 == 2
+            record.add_trial(service.measured(trials.variant(service.plain, index, kernel), "steady"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Slope:
+    """Change a trial, with its standard error."""
+
+    value: float
+    error: float
+
+    @property
+    def text(self) -> str:
+        return f"{self.value:+.4g} +- {self.error:.2g}"
+
+    @property
+    def flat(self) -> bool:
+        return abs(self.value) <= FLAT * self.error
+
+
+def slope(runs: Sequence[Sequence[float]]) -> Slope | None:
+    """Least squares over all runs of the service, each with a level of its own. None for fewer than three readings."""
+    points: list[tuple[float, float]] = []
+    for values in runs:
+        middle = (len(values) - 1) / 2
+        points += [(at - middle, value - statistics.fmean(values)) for at, value in enumerate(values)]
+    freedom, squares = len(points) - len(runs) - 1, sum(x * x for x, _ in points)
+    if freedom < 1 or squares == 0:
+        return None
+    value = sum(x * y for x, y in points) / squares
+    rest = sum((y - value * x) ** 2 for x, y in points) / freedom
+    return Slope(value, math.sqrt(rest / squares))
+
+
+def by_run(readings: Sequence[Reading]) -> list[list[Reading]]:
+    """In order, without the first few of each run."""
+    runs = [[r for r in readings if r.run == run] for run in sorted({r.run for r in readings})]
+    return [run[min(SETTLED, len(run) // 4) :] for run in runs]
+
+
+def edges(runs: Sequence[Sequence[Reading]], value: Callable[[Reading], float]) -> float | None:
+    """Median of the last readings over the median of the first ones, of each run (at most 50 a side)."""
+    first: list[float] = []
+    last: list[float] = []
+    for run in runs:
+        passed = [value(reading) for reading in run if reading.passed]
+        few = min(EDGE, len(passed) // 2)
+        first += passed[:few]
+        last += passed[len(passed) - few :]
+    return statistics.median(last) / statistics.median(first) if first and statistics.median(first) else None
+
+
+def tokens_per_s(reading: Reading) -> float:
+    assert reading.trial.figures is not None
+    return reading.trial.figures.candidate_tps
+
+
+def figures(record: Record) -> list[Figure]:
+    readings = record.trials()
+    runs = by_run(readings)
+    found = [
+        Figure("swaps", len(readings), "", "1,000"),
+        Figure("that did not pass", sum(not r.passed for r in readings), "", "0"),
+        Figure("starts of the service among them", len(runs), "", "2"),
+    ]
+    for name, unit, prediction in (
+        ("device_mib", "MiB a swap", "0 within 0.05"), ("host_mib", "MiB a swap", "+0.01: the archive grows"),
+        ("descriptors", "a swap", "0"), ("threads", "a swap", "0"),
+    ):  # fmt: skip
+        got = slope([[float(getattr(r, name)) for r in run] for run in runs])
+        text, met = (got.text, got.flat) if got else (None, None)
+        found.append(Figure(f"slope of {name}", text, unit, prediction, f"within {FLAT:g} standard errors of 0", met))
+        values = [getattr(r, name) for r in readings]
+        found.append(
+            Figure(f"{name}, least to most", f"{min(values):g} to {max(values):g}" if values else None, "", "")
+        )
+    found.append(Figure("tokens/s, last / first 50", edges(runs, tokens_per_s), "times", "1.00 within 0.02"))
+    found.append(Figure("swap time, last / first 50", edges(runs, lambda r: r.swap_s), "times", "1.0 within 0.1"))
+    return found

@@ -1,0 +1,120 @@
+"""Both tiers against the slow tier alone, on an 8B dense and a 30B-A3B mixture of experts, and how well they agree.
+
+Every candidate is measured on both tiers, since agreement needs that; what a search would pay follows from the paces: all of
+them on the fast tier, the best one in twenty on the slow one. Weights are random, made in place on the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+
+from tideforge.engine.bench.experiments import Pace, pace
+from tideforge.engine.bench.job import TINY, Job, Load
+from tideforge.engine.bench.report import Figure, Reading, Record, quantile
+from tideforge.engine.bench.running import Plan, Running, running
+
+LOADS = (
+    Load("qwen3-8b", users=8, prompt=256, output=64, passes=6, num_blocks=1024),
+    Load("qwen3-30b-a3b", users=8, prompt=256, output=64, passes=6, num_blocks=1024, forward="moe"),
+)
+SMALL = (dataclasses.replace(TINY, output=6),)
+PROMOTED = 0.05  # of the candidates, that a search would send on to the slow tier
+TOP = 3
+TIERS = ("fast", "slow")
+TRIAL_S = 20.0
+NOISE_TRIALS = 4
+GAIN = 8.1
+
+
+def measure(job: Job, record: Record) -> None:
+    for load in LOADS if job.on_gpu else SMALL:
+        if job.left_s > TRIAL_S and any(missing(job, record, load, tier) for tier in TIERS):
+            with running(job, record, Plan(load, noise_trials=NOISE_TRIALS)) as service:
+                _measure(job, record, load, service)
+
+
+def missing(job: Job, record: Record, load: Load, tier: str) -> bool:
+    """Whether a tier still lacks candidates; how many there are is known once a service has run."""
+    known = record.last(f"candidates {load.shape}")
+    return known is None or len(record.trials(f"{tier} {load.shape} ")) < known["count"]
+
+
+def _measure(job: Job, record: Record, load: Load, service: Running) -> None:
+    from tideforge.engine.bench import variants
+
+    candidates = variants.honest(service.plain)[: job.trials]
+    record.add(f"candidates {load.shape}", count=len(candidates))
+    for tier in TIERS:
+        done = {reading.label for reading in record.trials(f"{tier} {load.shape} ")}
+        left = [(name, source) for name, source in candidates if f"{tier} {load.shape} {name}" not in done]
+        if not left or job.left_s < TRIAL_S:
+            continue
+        # The first trial of a tier may start it; it is the unchanged source.
+        record.add_trial(service.ended(service.submit(service.plain, tier), f"first {tier} {load.shape}"))
+        labels = [f"{tier} {load.shape} {name}" for name, _ in left]
+        before = len(record.trials(f"{tier} {load.shape} "))
+        seconds = service.feed(record, [source for _, source in left], tier, labels, lambda: job.left_s > TRIAL_S)
+        made = len(record.trials(f"{tier} {load.shape} ")) - before
+        record.add("stretch", tier=f"{tier} {load.shape}", seconds=seconds, trials=made)
+
+
+def ratios(readings: Sequence[Reading]) -> dict[str, tuple[float, float]]:
+    """Ratio and half-width of each candidate that passed, by its name."""
+    return {
+        reading.label.split(" ", 2)[2]: (figures.ratio, (figures.ci_high - figures.ci_low) / 2)
+        for reading in readings
+        if (figures := reading.trial.figures)
+    }
+
+
+def together_s(fast: Pace, slow: Pace) -> float:
+    """Seconds a candidate when all are screened and the best one in twenty goes on."""
+    return fast.at_one_percent_s + PROMOTED * slow.at_one_percent_s
+
+
+def figures(record: Record) -> list[Figure]:
+    shapes = [
+        line["kind"].removeprefix("candidates ") for line in record.lines if line["kind"].startswith("candidates")
+    ]
+    return [figure for shape in dict.fromkeys(shapes) for figure in _of_shape(record, shape)]
+
+
+def _of_shape(record: Record, shape: str) -> list[Figure]:
+    fast_trials, slow_trials = (record.trials(f"{tier} {shape} ") for tier in TIERS)
+    fast, slow = (pace(record, f"{tier} {shape}", record.trials(f"{tier} {shape} ")) for tier in TIERS)
+    both = together_s(fast, slow) if fast and slow else None
+    seconds = [r.ended_at - r.turn_at for r in slow_trials]
+    return [
+        Figure(f"{shape}: candidates on both tiers", len(set(ratios(fast_trials)) & set(ratios(slow_trials))), "", "24"),
+        Figure(f"{shape}: that did not pass", sum(not r.passed for r in fast_trials + slow_trials), "", "0"),
+        Figure(f"{shape}: a fast trial", fast.at_one_percent_s if fast else None, "s, to 1 %", "2"),
+        Figure(f"{shape}: a slow trial", slow.at_one_percent_s if slow else None, "s, to 1 %", "5"),
+        Figure.at_most(f"{shape}: a slow trial, turn to end, median", quantile(seconds, 0.5), "s", "5", 10),
+        Figure(f"{shape}: promoted share", PROMOTED, "", "0.05", "<= 0.05"),
+        Figure(f"{shape}: both tiers together", 3600 / both if both else None, "experiments an hour", "1,600"),
+        Figure(f"{shape}: the slow tier alone", slow.an_hour if slow else None, "experiments an hour", "720"),
+        Figure.at_least(
+            f"{shape}: together / slow alone", slow.at_one_percent_s / both if both and slow else None, "times", "2.2", GAIN
+        ),
+        *_agreement(shape, ratios(fast_trials), ratios(slow_trials)),
+    ]  # fmt: skip
+
+
+def _agreement(shape: str, fast: dict[str, tuple[float, float]], slow: dict[str, tuple[float, float]]) -> list[Figure]:
+    from tideforge.engine import agreement
+
+    names = sorted(set(fast) & set(slow))
+    if len(names) < 2:
+        return []
+    spread = [slow[name][0] for name in names]
+    found = agreement.of([fast[n] for n in names], [slow[n] for n in names], TOP)
+    return [
+        Figure(f"{shape}: ratios on the slow tier", f"{min(spread):.2f} to {max(spread):.2f}", "", "0.85 to 1.15",
+               "within 0.8 to 1.3", min(spread) >= 0.8 and max(spread) <= 1.3),
+        Figure(f"{shape}: median half-width on the slow tier", 100 * statistics.median(slow[n][1] for n in names), "%", "1.5"),
+        Figure(f"{shape}: pairs beyond the noise", found.pairs, "", "200"),
+        Figure.at_least(f"{shape}: Kendall's tau over them", found.tau, "", "0.85", 0.9),
+        Figure(f"{shape}: loss of promoting the top {TOP}", 100 * found.loss, "%", "0.2"),
+    ]  # fmt: skip
