@@ -20,12 +20,14 @@ bench-moe: setup
 	  $(TIDEFORGE) node $$node $(MOE) --run $(RUN) || exit 1; done
 	@$(TIDEFORGE) report $(RUN) $(MOE) --json
 
-# The engine's own figures on this machine, on a GPU where there is one; PART=decode or PART=swap alone.
+# The engine's own figures, on a GPU or small on the CPU. PART=swap (decode, experiments, tiers, harm, steady, noise, ship) is one
+# part, at most 8 minutes a call, and goes on where its last call ended; PART=merge shows all results. ARGS='--vllm PYTHON' sets
+# vLLM beside. Readings lie in .bench/results (.bench-cpu/results).
 bench-engine: setup
-	@$(PY) -m tideforge.engine.bench $(or $(PART),all)
+	@$(PY) -m tideforge.engine.bench $(or $(PART),all) --device cuda --state .bench $(ARGS)
 
 bench-engine-cpu: setup
-	@$(PY) -m tideforge.engine.bench $(or $(PART),all) --device cpu
+	@$(PY) -m tideforge.engine.bench $(or $(PART),all) --device cpu --state .bench-cpu --seconds 60 $(ARGS)
 
 .PHONY: bench-engine bench-engine-cpu bench-moe setup demo demo-drift up down test test-all lint
 

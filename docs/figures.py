@@ -74,6 +74,40 @@ def _beside(f: dict[str, Any]) -> str:
 
 
 def gpu_table() -> str:
+    """What the engine's benchmark saw on a GPU, as Markdown: every figure that has a goal."""
+    path = RECORDS / "engine_h200.json"
+    if not path.exists():
+        return decode_table()
+    parts: dict[str, Any] = json.loads(path.read_text())["figures"]
+    calls = [call for part in parts.values() for call in part["environment"]]
+    gpu, driver = calls[0]["gpu"]["name"], calls[0]["gpu"]["driver_version"]
+    commits, days = (sorted({call[name][:10] for call in calls}) for name in ("commit", "time"))
+    rows = [
+        (f"{name}: {one['name']}", _with_unit(one), one["prediction"], one["goal"] + MET[one["met"]])
+        for name, part in parts.items() for one in part["figures"] if one["goal"]
+    ]  # fmt: skip
+    head = (
+        f"`make bench-engine` on one {gpu}, driver {driver}, torch {calls[0]['torch']}, {', '.join(days)}, commit "
+        f"{', '.join(commits)}; every figure that has a goal (all of them and their circumstances: `docs/records/engine_h200.json`):"
+    )
+    names = ("what", "seen", "predicted", "goal")
+    lines = ["| " + " | ".join(row) + " |" for row in (names, ("---",) * len(names), *rows)]
+    return "\n".join([head, "", *lines])
+
+
+MET = {True: ", met", False: ", **missed**", None: ""}
+
+
+def _with_unit(figure: dict[str, Any]) -> str:
+    value = figure["value"]
+    if value is None:
+        return "not measured"
+    if not isinstance(value, str):
+        value = f"{value:,.0f}" if abs(value) >= 100 or isinstance(value, int) else f"{value:.3g}"
+    return f"{value} {figure['unit']}".strip()
+
+
+def decode_table() -> str:
     """Decoding on a GPU beside vLLM, as Markdown."""
     raw = json.loads((RECORDS / "decode_h200.json").read_text())
     record, ours, theirs = raw["record"], raw["tideforge"], raw["vllm_full_decode"]

@@ -68,6 +68,10 @@ def measured(args: argparse.Namespace, state: Path, name: str) -> str:
     device = args.device or detected()
     job = Job(device, state, args.trials, args.seconds, args.vllm)
     record, begin = Record(job.results, name), time.perf_counter()
+    if record.lines:
+        print(
+            f"{name}: goes on after {len(record.lines)} lines of {record.path}; remove it to measure anew", flush=True
+        )
     record.add("run", **environment(device, args.gpu, args.commit))
     try:
         PARTS[name].measure(job, record)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
+from pathlib import Path
 
 from tideforge.data.workload import RequestShape
 from tideforge.engine import measure as measuring
@@ -16,6 +17,7 @@ from tideforge.engine.bench import served, vllm
 from tideforge.engine.bench.bare import bare_rate, prompts
 from tideforge.engine.bench.job import MODELS, TINY, Job, Load
 from tideforge.engine.bench.report import Figure, Record
+from tideforge.engine.config import Settings
 from tideforge.engine.evaluate import new_core
 from tideforge.engine.forward import Forward
 from tideforge.engine.lab import Lab, end_keeper
@@ -51,7 +53,7 @@ def measure(job: Job, record: Record) -> None:
     if any(load.users not in done for load in loads):
         state = job.state / f"decode-{record.runs}"
         try:
-            with contextlib.closing(Lab(job.settings(loads[-1], state))) as lab:
+            with contextlib.closing(Lab(settings(job, loads[-1], state))) as lab:
                 for load in loads:
                     found = rates(
                         lab, Forward.load(MODELS / load.forward), load.users, load.prompt, load.output, REPEATS
@@ -64,6 +66,12 @@ def measure(job: Job, record: Record) -> None:
     for mode in MODES if job.on_gpu else ():
         if vllm.started(record, cold=True, mode=mode) is None:
             vllm.start(job, record, list(loads), mode, cold=True, repeats=REPEATS)
+
+
+def settings(job: Job, load: Load, state: Path) -> Settings:
+    """Long runs of decodes, on the CPU too: their pages are there from the first one on, as bare replays need them."""
+    chosen = job.settings(load, state)
+    return dataclasses.replace(chosen, limits=dataclasses.replace(chosen.limits, decode_steps=64))
 
 
 def over_http(job: Job, record: Record, loads: tuple[Load, ...]) -> None:

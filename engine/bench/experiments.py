@@ -1,4 +1,8 @@
-"""Experiments an hour with candidates always waiting, to a half-width of 1 %, beside one restart of vLLM an experiment."""
+"""Experiments an hour with candidates always waiting, to a half-width of 1 %, beside one restart of vLLM an experiment.
+
+Half-widths of both arms are of readings within one process. What processes of equal source differ by lastingly does not shrink
+with time; the part `noise` shows what it adds.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +13,19 @@ from collections.abc import Sequence
 
 from tideforge.engine.bench import trials, vllm
 from tideforge.engine.bench.job import TINY, Job, Load
-from tideforge.engine.bench.report import Figure, Reading, Record
+from tideforge.engine.bench.report import Figure, Reading, Record, failures
 from tideforge.engine.bench.running import Plan, running
 
 LOAD = Load("llama-3.2-1b", users=1, prompt=32, output=128, passes=12)
 HALF_WIDTH = 0.01
 TRIAL_S = 15.0  # so much time must be left for the trials that wait
 TIERS = ("fast", "slow")
-NOISE_TRIALS = 8
 
 
 def measure(job: Job, record: Record) -> None:
     load, wanted = job.load(LOAD, TINY), job.count(120, 3)
     if any(len(record.trials(tier)) < wanted for tier in TIERS):
-        with running(job, record, Plan(load, noise_trials=NOISE_TRIALS)) as service:
+        with running(job, record, Plan(load)) as service:
             for number, tier in enumerate(TIERS):
                 first = trials.variant(service.plain, -service.run, False)
                 record.add_trial(service.ended(service.submit(first, tier), "first"))  # it may start the tier
@@ -51,7 +54,7 @@ class Pace:
 
     trials: int
     seconds_each: float  # as measured
-    more_s: float  # clock time that the mean trial would need on top for a half-width of 1 %
+    more_s: float  # clock time that the median trial would need on top for a half-width of 1 %
 
     @property
     def at_one_percent_s(self) -> float:
@@ -76,7 +79,7 @@ def pace(record: Record, tier: str, readings: Sequence[Reading]) -> Pace | None:
     if not stretches or not readings:
         return None
     each = sum(line["seconds"] for line in stretches) / sum(line["trials"] for line in stretches)
-    return Pace(len(readings), each, statistics.fmean(map(more_seconds, readings)))
+    return Pace(len(readings), each, statistics.median(map(more_seconds, readings)))
 
 
 def figures(record: Record) -> list[Figure]:
@@ -90,7 +93,7 @@ def figures(record: Record) -> list[Figure]:
         start = "empty" if cold else "filled"
         found += [
             Figure(f"{tier} tier: trials", len(readings), "", "120"),
-            Figure(f"{tier} tier: that did not pass", sum(not r.passed for r in readings), "", "0"),
+            failures(f"{tier} tier: that did not pass", readings),
             Figure(f"{tier} tier: seconds each", own.seconds_each if own else None, "s", "1.3"),
             Figure(f"{tier} tier: more, to 1 %", own.more_s if own else None, "s", "0.5"),
             Figure(f"{tier} tier: experiments", own.an_hour if own else None, "an hour", predicted),

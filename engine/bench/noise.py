@@ -11,7 +11,7 @@ import statistics
 
 from tideforge.engine.bench import trials
 from tideforge.engine.bench.job import TINY, Job, Load
-from tideforge.engine.bench.report import Figure, Record, quantile
+from tideforge.engine.bench.report import Figure, Record, failures, quantile
 from tideforge.engine.bench.running import Plan, running
 
 LOAD = Load("llama-3.2-1b", users=1, prompt=32, output=128, passes=12)
@@ -42,7 +42,7 @@ def figures(record: Record) -> list[Figure]:
     ]
     return [
         Figure("paired trials of equal kernels", len(found), "", "200"),
-        Figure("that did not pass", sum(not r.passed for r in record.trials()), "", "0"),
+        failures("that did not pass", record.trials()),
         Figure("false wins", wins, "", "1"),
         Figure.at_most("share of false wins", share, "%", "0.5", 1),
         Figure("false losses", sum(one.ci_high < 1 for one, _ in found), "", "1"),

@@ -6,6 +6,7 @@ figure is computed from these lines alone.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import datetime
 import json
@@ -20,6 +21,7 @@ from typing import Any
 from tideforge.engine.outcome import Trial
 
 Value = float | int | str | None
+WIDEST = 48  # letters of a cell; longer text stands below its table
 GPU_QUERY = (
     "name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "memory.used",
     "temperature.gpu",
@@ -133,6 +135,13 @@ def quantile(values: Sequence[float], share: float) -> float | None:
     return percentile(values, share) if values else None
 
 
+def failures(name: str, readings: Sequence[Reading]) -> Figure:
+    """How many did not pass, and what became of them."""
+    told = collections.Counter(str(reading.trial.outcome) for reading in readings if not reading.passed)
+    text = ", ".join(f"{count} {outcome}" for outcome, count in told.most_common())
+    return Figure(name, text or 0, "", "0")
+
+
 def environment(device: str, gpu: int, commit: str) -> dict[str, Any]:
     """What the figures of one call depend on besides the source."""
     names = ("torch", "triton", "numpy", "tideforge")
@@ -186,10 +195,11 @@ def table(part: str, figures: Sequence[Figure]) -> str:
     """Prediction and goal beside each figure, in columns."""
     head = ("", "seen", "predicted for an H200", "goal there", "")
     marks = {None: "", True: "met", False: "MISSED"}
+    apart = [f for f in figures if isinstance(f.value, str) and len(f.value) > WIDEST]
     rows = [head] + [
         (f.name, f"{shown(f.value)} {f.unit if f.value is not None else ''}".strip(), f.prediction, f.goal, marks[f.met])
-        for f in figures
+        for f in figures if f not in apart
     ]  # fmt: skip
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([f"== {part}", *lines])
+    return "\n".join([f"== {part}", *lines, *(f"{f.name or '-'}: {f.value}" for f in apart)])

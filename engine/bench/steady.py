@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from tideforge.engine.bench import trials
 from tideforge.engine.bench.job import TINY, Job, Load
-from tideforge.engine.bench.report import Figure, Reading, Record
+from tideforge.engine.bench.report import Figure, Reading, Record, failures
 from tideforge.engine.bench.running import Plan, running
 
 LOAD = Load("llama-3.2-1b", users=1, prompt=32, output=17, passes=1)
@@ -88,7 +88,7 @@ def figures(record: Record) -> list[Figure]:
     runs = by_run(readings)
     found = [
         Figure("swaps", len(readings), "", "1,000"),
-        Figure("that did not pass", sum(not r.passed for r in readings), "", "0"),
+        failures("that did not pass", readings),
         Figure("starts of the service among them", len(runs), "", "2"),
     ]
     for name, unit, prediction in (

@@ -9,7 +9,7 @@ import statistics
 
 from tideforge.engine.bench import trials, vllm
 from tideforge.engine.bench.job import TINY, Job, Load
-from tideforge.engine.bench.report import Figure, Reading, Record, quantile
+from tideforge.engine.bench.report import Figure, Reading, Record, failures, quantile
 from tideforge.engine.bench.running import Plan, running
 
 LOAD = Load("llama-3.2-1b", users=1, prompt=32, output=128, passes=2)
@@ -47,7 +47,7 @@ def figures(record: Record) -> list[Figure]:
     swap = quantile(plain, 0.5)
     found = [
         Figure("sources", len(swaps(record)), "", "200, of them 67 with a new kernel"),
-        Figure("that did not pass", sum(not r.passed for r in swaps(record)), "", "0"),
+        failures("that did not pass", swaps(record)),
         Figure.at_most("no new kernel, median", swap, "s", "0.35", 0.5),
         Figure.at_most("no new kernel, P99", quantile(plain, 0.99), "s", "1.0", 0.5),
         Figure.at_most("a new kernel, median", quantile(kernel, 0.5), "s", "0.9", 3),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from tideforge.engine.bench.experiments import Pace, pace
 from tideforge.engine.bench.job import TINY, Job, Load
-from tideforge.engine.bench.report import Figure, Reading, Record, quantile
+from tideforge.engine.bench.report import Figure, Reading, Record, failures, quantile
 from tideforge.engine.bench.running import Plan, Running, running
 
 LOADS = (
@@ -24,14 +24,13 @@ PROMOTED = 0.05  # of the candidates, that a search would send on to the slow ti
 TOP = 3
 TIERS = ("fast", "slow")
 TRIAL_S = 20.0
-NOISE_TRIALS = 4
 GAIN = 8.1
 
 
 def measure(job: Job, record: Record) -> None:
     for load in LOADS if job.on_gpu else SMALL:
         if job.left_s > TRIAL_S and any(missing(job, record, load, tier) for tier in TIERS):
-            with running(job, record, Plan(load, noise_trials=NOISE_TRIALS)) as service:
+            with running(job, record, Plan(load)) as service:
                 _measure(job, record, load, service)
 
 
@@ -88,7 +87,7 @@ def _of_shape(record: Record, shape: str) -> list[Figure]:
     seconds = [r.ended_at - r.turn_at for r in slow_trials]
     return [
         Figure(f"{shape}: candidates on both tiers", len(set(ratios(fast_trials)) & set(ratios(slow_trials))), "", "24"),
-        Figure(f"{shape}: that did not pass", sum(not r.passed for r in fast_trials + slow_trials), "", "0"),
+        failures(f"{shape}: that did not pass", fast_trials + slow_trials),
         Figure(f"{shape}: a fast trial", fast.at_one_percent_s if fast else None, "s, to 1 %", "2"),
         Figure(f"{shape}: a slow trial", slow.at_one_percent_s if slow else None, "s, to 1 %", "5"),
         Figure.at_most(f"{shape}: a slow trial, turn to end, median", quantile(seconds, 0.5), "s", "5", 10),

@@ -1,0 +1,49 @@
+"""README's GPU table: from the benchmark's record where there is one, else from the older one of decoding alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "docs" / "figures.py"
+
+
+@pytest.fixture
+def figures(tmp_path, monkeypatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("figures", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "RECORDS", tmp_path)
+    return module
+
+
+def test_every_figure_with_a_goal_is_shown(figures: ModuleType, tmp_path: Path) -> None:
+    call = {"commit": "0123456789abcdef", "time": "2026-12-01T10:00:00+00:00", "torch": "2.11.0", "gpu": {
+        "name": "NVIDIA H200", "driver_version": "580.1"}}  # fmt: skip
+    shown = [
+        {"name": "swap, median", "value": 0.4321, "unit": "s", "prediction": "0.3", "goal": "<= 0.5", "met": True},
+        {"name": "ratio", "value": 1234.5, "unit": "times", "prediction": "9", "goal": ">= 2000", "met": False},
+        {"name": "no goal", "value": 1, "unit": "", "prediction": "1", "goal": "", "met": None},
+        {"name": "missing", "value": None, "unit": "s", "prediction": "1", "goal": ">= 1", "met": None},
+    ]
+    record = {"record": {}, "figures": {"swap": {"environment": [call, call], "seconds": [1.0], "figures": shown}}}
+    (tmp_path / "engine_h200.json").write_text(json.dumps(record))
+    head, _, _, _, *rows = figures.gpu_table().splitlines()
+    assert "NVIDIA H200, driver 580.1" in head and "2026-12-01, commit 0123456789;" in head
+    assert rows == [
+        "| swap: swap, median | 0.432 s | 0.3 | <= 0.5, met |",
+        "| swap: ratio | 1,234 times | 9 | >= 2000, **missed** |",
+        "| swap: missing | not measured | 1 | >= 1 |",
+    ]
+
+
+def test_without_that_record_the_older_one_is_shown(figures: ModuleType, monkeypatch) -> None:
+    monkeypatch.setattr(figures, "RECORDS", SCRIPT.parent / "records")
+    if (SCRIPT.parent / "records" / "engine_h200.json").exists():
+        pytest.skip("the benchmark's record is there")
+    assert "bare replays" in figures.gpu_table()
