@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tideforge.data.workload import RequestShape
 from tideforge.engine import measure as measuring
-from tideforge.engine.bench import served, vllm
+from tideforge.engine.bench import beside, served
 from tideforge.engine.bench.bare import bare_rate, prompts
 from tideforge.engine.bench.job import MODELS, TINY, Job, Load
 from tideforge.engine.bench.report import Figure, Record
@@ -64,8 +64,8 @@ def measure(job: Job, record: Record) -> None:
     if not record.of("http"):
         over_http(job, record, loads)
     for mode in MODES if job.on_gpu else ():
-        if vllm.started(record, cold=True, mode=mode) is None:
-            vllm.start(job, record, list(loads), mode, cold=True, repeats=REPEATS)
+        if beside.started(record, cold=True, mode=mode) is None:
+            beside.start(job, record, list(loads), mode, cold=True, repeats=REPEATS)
 
 
 def settings(job: Job, load: Load, state: Path) -> Settings:
@@ -93,7 +93,7 @@ def figures(record: Record) -> list[Figure]:
     lines = {line["users"]: line for line in record.of("rates")}
     for users, line in lines.items():
         one = Rates(**{name: value for name, value in line.items() if name != "kind"})
-        rpc, share, http, beside = PREDICTED.get(users, ("", "", "", ""))
+        rpc, share, http, ratio = PREDICTED.get(users, ("", "", "", ""))
         name = f"{users} user{'s' if users > 1 else ''}, {one.prompt} + {one.output}"
         found += [
             Figure(f"{name}: engine, whole blocks", one.engine_tps, "tokens/s", rpc),
@@ -106,12 +106,14 @@ def figures(record: Record) -> list[Figure]:
             found.append(Figure(f"{name}: over HTTP, whole blocks", tps, "tokens/s", http))
             found.append(Figure(f"{name}: over HTTP, decoding", statistics.median(over["decode_tps"]), "tokens/s", ""))
             found.append(Figure(f"{name}: over HTTP, failed", over["failed"], "requests", "0"))
-        found += _beside_vllm(record, name, users, one, beside)
+        found += _beside_vllm(record, name, users, one, ratio)
     return found
 
 
 def _beside_vllm(record: Record, name: str, users: int, one: Rates, predicted: str) -> list[Figure]:
-    starts = [start for mode in MODES if (start := vllm.started(record, cold=True, mode=mode)) and users in start.cases]
+    starts = [
+        start for mode in MODES if (start := beside.started(record, cold=True, mode=mode)) and users in start.cases
+    ]
     rates_of = {start.mode: float(start.cases[users]["output_tps"]) for start in starts}
     best = max(rates_of.values(), default=None)
     found = [Figure(f"{name}: vLLM, {mode}", rate, "tokens/s", "") for mode, rate in rates_of.items()]

@@ -11,7 +11,7 @@ import itertools
 import statistics
 from collections.abc import Sequence
 
-from tideforge.engine.bench import trials, vllm
+from tideforge.engine.bench import beside, trials
 from tideforge.engine.bench.job import TINY, Job, Load
 from tideforge.engine.bench.report import Figure, Reading, Record, failures
 from tideforge.engine.bench.running import Plan, running
@@ -45,7 +45,7 @@ def measure(job: Job, record: Record) -> None:
                 )
                 record.add("stretch", tier=tier, seconds=seconds, trials=len(record.trials(tier)) - have)
     if job.on_gpu:
-        vllm.both(job, record, [load], repeats=8)
+        beside.both(job, record, [load], repeats=8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ def figures(record: Record) -> list[Figure]:
     for tier, cold, goal, predicted in (("fast", True, 252.0, "2,000 an hour, 40 times"),
                                         ("slow", False, 50.0, "2,800 an hour, 28 times")):  # fmt: skip
         readings = record.trials(tier)
-        own, other = pace(record, tier, readings), vllm.started(record, cold)
+        own, other = pace(record, tier, readings), beside.started(record, cold)
         theirs = other.first_token_s + other.seconds_to(HALF_WIDTH, users) if other else None
         start = "empty" if cold else "filled"
         found += [

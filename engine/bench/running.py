@@ -22,7 +22,7 @@ from tideforge.engine.bench.job import MODELS, Job, Load
 from tideforge.engine.bench.report import Reading, Record
 from tideforge.engine.client import EngineClient, EngineControl
 from tideforge.engine.evaluate import ServiceConfig
-from tideforge.engine.events import read_events
+from tideforge.engine.events import FILE, read_events
 from tideforge.engine.forward import Forward
 from tideforge.engine.guard import has_ended, start_detached
 from tideforge.engine.lab import end_keeper, keeper_status
@@ -31,6 +31,7 @@ from tideforge.errors import TideforgeError
 READY_S = 300.0
 TRIAL_S = 120.0  # one trial, at most, its wait for the others not counted
 END_S = 60.0
+IDLE_S = 30.0
 WAITING = 8  # candidates in the queue behind the one that is measured
 IMPORTS = (
     "ctypes", "gc", "mmap", "os", "pathlib", "signal", "struct", "subprocess", "swiglu", "sys", "tempfile", "threading",
@@ -48,6 +49,27 @@ class Plan:
     worker_memory_bytes: int = 0
 
 
+class Turns:
+    """When the service took up each trial: read from its events, of which only the new ones are looked at."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at = path, 0
+        self._known: dict[str, float] = {}
+
+    def of(self, trial: str, otherwise: float) -> float:
+        with self._path.open("rb") as file:
+            file.seek(self._at)
+            lines = file.read()
+        lines = lines[: lines.rfind(b"\n") + 1]
+        self._at += len(lines)
+        for line in lines.splitlines():
+            with contextlib.suppress(ValueError):
+                event = json.loads(line)
+                if event["event"] == "trial_start":
+                    self._known[event["trial"]] = event["time"]
+        return self._known.get(trial, otherwise)
+
+
 @dataclasses.dataclass
 class Running:
     """The service's client, its folder, and which start of the part this is."""
@@ -57,6 +79,7 @@ class Running:
     run: int
     plain: Forward
     started_at: float  # when its processes were started; the model lay on the disk
+    turns: Turns
 
     def submit(self, forward: Forward, tier: str = "slow") -> str:
         return self.client.submit(forward, tier, "bench")
@@ -66,8 +89,7 @@ class Running:
         trial = self.client.wait(name, timeout_s)
         if not trial.done:
             raise TideforgeError(f"{name} ({label}) has not ended within {timeout_s:g} s; see {self.state}/service.log")
-        turns = [e["time"] for e in read_events(self.state) if e["event"] == "trial_start" and e["trial"] == name]
-        return Reading(label, self.run, trial, turns[-1] if turns else trial.submitted_at)
+        return Reading(label, self.run, trial, self.turns.of(name, trial.submitted_at))
 
     def measured(self, forward: Forward, label: str, tier: str = "slow") -> Reading:
         """One trial, alone in the queue, and the machine after it."""
@@ -79,6 +101,15 @@ class Running:
             reading, device_mib=device_mib(), host_mib=sum(map(procfs.memory_bytes, pids)) / (1 << 20),
             descriptors=sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids), threads=sum(map(procfs.threads, pids)),
         )  # fmt: skip
+
+    def idle_mib(self) -> float:
+        """Device memory once all spares stand by and nothing runs: the same three times in a row, or as it is after a while."""
+        last = [device_mib()]
+        deadline = time.monotonic() + IDLE_S
+        while time.monotonic() < deadline and not (len(last) > 2 and last[-1] == last[-2] == last[-3]):
+            time.sleep(1.0)
+            last.append(device_mib())
+        return last[-1]
 
     @property
     def pids(self) -> Sequence[int]:
@@ -141,7 +172,7 @@ def running(job: Job, record: Record, plan: Plan) -> Iterator[Running]:
     begin, pid = time.time(), start_detached(command, state / "supervise.log")
     try:
         client = EngineClient(state / "engine.sock", patience_s=READY_S)
-        yield Running(client, state, run, client.incumbent(), begin)
+        yield Running(client, state, run, client.incumbent(), begin, Turns(state / FILE))
     finally:
         stop(state, pid)
     shutil.rmtree(state, ignore_errors=True)

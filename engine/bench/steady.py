@@ -24,10 +24,15 @@ def measure(job: Job, record: Record) -> None:
     if len(record.trials()) >= wanted:
         return
     with running(job, record, Plan(job.load(LOAD, TINY))) as service:
+        before = len(record.trials())
         while len(record.trials()) < wanted and job.left_s > TRIAL_S:
             index = len(record.trials())
             kernel = job.on_gpu and index % 3 == 2
             record.add_trial(service.measured(trials.variant(service.plain, index, kernel), "steady"))
+            if job.on_gpu and len(record.trials()) == before + SETTLED:
+                record.add("idle", run=service.run, swaps=before + SETTLED, device_mib=service.idle_mib())
+        if job.on_gpu:
+            record.add("idle", run=service.run, swaps=len(record.trials()), device_mib=service.idle_mib())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +71,16 @@ def by_run(readings: Sequence[Reading]) -> list[list[Reading]]:
     return [run[min(SETTLED, len(run) // 4) :] for run in runs]
 
 
+def idle_growth(record: Record) -> float | None:
+    """MiB a swap between the readings of each run in which nothing ran: what spares on their way up add is not in it."""
+    grown = swaps = 0.0
+    for run in {line["run"] for line in record.of("idle")}:
+        lines = [line for line in record.of("idle") if line["run"] == run]
+        grown += lines[-1]["device_mib"] - lines[0]["device_mib"]
+        swaps += lines[-1]["swaps"] - lines[0]["swaps"]
+    return grown / swaps if swaps else None
+
+
 def edges(runs: Sequence[Sequence[Reading]], value: Callable[[Reading], float]) -> float | None:
     """Median of the last readings over the median of the first ones, of each run (at most 50 a side)."""
     first: list[float] = []
@@ -102,6 +117,7 @@ def figures(record: Record) -> list[Figure]:
         found.append(
             Figure(f"{name}, least to most", f"{min(values):g} to {max(values):g}" if values else None, "", "")
         )
+    found.append(Figure("device_mib while idle, a swap", idle_growth(record), "MiB", "0 within 0.01"))
     found.append(Figure("tokens/s, last / first 50", edges(runs, tokens_per_s), "times", "1.00 within 0.02"))
     found.append(Figure("swap time, last / first 50", edges(runs, lambda r: r.swap_s), "times", "1.0 within 0.1"))
     return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 
-from tideforge.engine.bench import trials, vllm
+from tideforge.engine.bench import beside, trials
 from tideforge.engine.bench.job import TINY, Job, Load
 from tideforge.engine.bench.report import Figure, Reading, Record, failures, quantile
 from tideforge.engine.bench.running import Plan, running
@@ -33,7 +33,7 @@ def measure(job: Job, record: Record) -> None:
                 source = trials.variant(service.plain, index, kernel)
                 record.add_trial(service.measured(source, "swap kernel" if kernel else "swap plain"))
     if job.on_gpu:
-        vllm.both(job, record, [job.load(LOAD, TINY)])
+        beside.both(job, record, [job.load(LOAD, TINY)])
 
 
 def swaps(record: Record) -> list[Reading]:
@@ -62,7 +62,7 @@ def figures(record: Record) -> list[Figure]:
         (True, "70", "52; Together Compiler reports 467 s / 9.0 s = 52"),
         (False, "35", ""),
     ):
-        one, name = vllm.started(record, cold), f"vLLM's restart, {'empty' if cold else 'filled'} caches"
+        one, name = beside.started(record, cold), f"vLLM's restart, {'empty' if cold else 'filled'} caches"
         seconds = one.first_token_s if one else None
         found.append(Figure(name, seconds, "s", prediction))
         found.append(Figure(f"{name} / swap", _over(seconds, swap), "times", "200" if cold else "100", times))

@@ -7,9 +7,12 @@ them on the fast tier, the best one in twenty on the slow one. Weights are rando
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import statistics
 from collections.abc import Sequence
 
+from tideforge.engine.bench import trials
 from tideforge.engine.bench.experiments import Pace, pace
 from tideforge.engine.bench.job import TINY, Job, Load
 from tideforge.engine.bench.report import Figure, Reading, Record, failures, quantile
@@ -24,6 +27,7 @@ PROMOTED = 0.05  # of the candidates, that a search would send on to the slow ti
 TOP = 3
 TIERS = ("fast", "slow")
 TRIAL_S = 20.0
+NOISE_TRIALS = 8
 GAIN = 8.1
 
 
@@ -50,6 +54,8 @@ def _measure(job: Job, record: Record, load: Load, service: Running) -> None:
         left = [(name, source) for name, source in candidates if f"{tier} {load.shape} {name}" not in done]
         if not left or job.left_s < TRIAL_S:
             continue
+        if tier == "slow":
+            _noise(job, record, load, service)
         # The first trial of a tier may start it; it is the unchanged source.
         record.add_trial(service.ended(service.submit(service.plain, tier), f"first {tier} {load.shape}"))
         labels = [f"{tier} {load.shape} {name}" for name, _ in left]
@@ -57,6 +63,16 @@ def _measure(job: Job, record: Record, load: Load, service: Running) -> None:
         seconds = service.feed(record, [source for _, source in left], tier, labels, lambda: job.left_s > TRIAL_S)
         made = len(record.trials(f"{tier} {load.shape} ")) - before
         record.add("stretch", tier=f"{tier} {load.shape}", seconds=seconds, trials=made)
+
+
+def _noise(job: Job, record: Record, load: Load, service: Running) -> None:
+    """Trials of equal kernels in fresh workers: what the slow tier cannot tell apart."""
+    label = f"noise {load.shape}"
+    sources = (trials.variant(service.plain, 1000 * service.run + index, False) for index in itertools.count())
+    wanted = (NOISE_TRIALS if job.on_gpu else 2) - len(record.trials(label))
+    service.feed(
+        record, itertools.islice(sources, max(0, wanted)), "slow", itertools.repeat(label), lambda: job.left_s > TRIAL_S
+    )
 
 
 def ratios(readings: Sequence[Reading]) -> dict[str, tuple[float, float]]:
@@ -97,23 +113,31 @@ def _of_shape(record: Record, shape: str) -> list[Figure]:
         Figure.at_least(
             f"{shape}: together / slow alone", slow.at_one_percent_s / both if both and slow else None, "times", "2.2", GAIN
         ),
-        *_agreement(shape, ratios(fast_trials), ratios(slow_trials)),
+        *_agreement(shape, ratios(fast_trials), ratios(slow_trials), record.trials(f"noise {shape}")),
     ]  # fmt: skip
 
 
-def _agreement(shape: str, fast: dict[str, tuple[float, float]], slow: dict[str, tuple[float, float]]) -> list[Figure]:
+def _agreement(
+    shape: str,
+    fast: dict[str, tuple[float, float]],
+    slow: dict[str, tuple[float, float]],
+    equal: Sequence[Reading],
+) -> list[Figure]:
     from tideforge.engine import agreement
 
     names = sorted(set(fast) & set(slow))
+    logs = [math.log(figures.ratio) for reading in equal if (figures := reading.trial.figures)]
     if len(names) < 2:
         return []
-    spread = [slow[name][0] for name in names]
-    found = agreement.of([fast[n] for n in names], [slow[n] for n in names], TOP)
+    spread, floor = [slow[name][0] for name in names], agreement.floor_of(logs)
+    both = [agreement.Both(name, fast[name][0], slow[name][0]) for name in names]
+    found = agreement.agreement(both, floor, TOP)
     return [
         Figure(f"{shape}: ratios on the slow tier", f"{min(spread):.2f} to {max(spread):.2f}", "", "0.85 to 1.15",
                "within 0.8 to 1.3", min(spread) >= 0.8 and max(spread) <= 1.3),
-        Figure(f"{shape}: median half-width on the slow tier", 100 * statistics.median(slow[n][1] for n in names), "%", "1.5"),
-        Figure(f"{shape}: pairs beyond the noise", found.pairs, "", "200"),
+        Figure(f"{shape}: half-width on the slow tier", 100 * statistics.median(slow[n][1] for n in names), "%", "1.0"),
+        Figure(f"{shape}: noise floor of {len(logs)} trials of equal kernels", 100 * floor, "%", "1.5"),
+        Figure(f"{shape}: pairs beyond it", found.counted, f"of {found.pairs}", "200"),
         Figure.at_least(f"{shape}: Kendall's tau over them", found.tau, "", "0.85", 0.9),
         Figure(f"{shape}: loss of promoting the top {TOP}", 100 * found.loss, "%", "0.2"),
     ]  # fmt: skip

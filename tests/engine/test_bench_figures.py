@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tideforge.engine.bench import decode, experiments, harm, harmful, noise, ship, steady, swap, vllm
+from tideforge.engine.bench import beside, decode, experiments, harm, harmful, noise, ship, steady, swap, tiers
 from tideforge.engine.bench.job import HARM, Job
 from tideforge.engine.bench.report import Figure, Reading, Record, table
+from tideforge.engine.bench.running import Turns
 from tideforge.engine.outcome import Figures, Outcome, Trial
 
 
@@ -88,7 +89,7 @@ def test_a_pace_is_of_all_stretches(tmp_path: Path) -> None:
 
 def test_vllm_needs_as_many_blocks_as_its_spread_asks_for() -> None:
     blocks = [0.98, 1.0, 1.02]
-    start = vllm.Started(True, "default", 70.0, {1: {"block_s": blocks}})
+    start = beside.Started(True, "default", 70.0, {1: {"block_s": blocks}})
     assert start.seconds_to(0.01, 1) == pytest.approx((1.96 * 0.02 / 0.01) ** 2)
     assert start.seconds_to(0.5, 1) == pytest.approx(2.0)  # two blocks at least
 
@@ -206,15 +207,51 @@ def test_a_table_shows_prediction_and_goal_beside_each_figure() -> None:
 
 def test_vllm_that_is_absent_or_fails_is_told_and_costs_nothing_else(tmp_path: Path, monkeypatch, capsys) -> None:
     record, job = Record(tmp_path, "swap"), Job("cpu", tmp_path)
-    assert not vllm.start(job, record, [swap.LOAD]) and record.lines == []
+    assert not beside.start(job, record, [swap.LOAD]) and record.lines == []
     monkeypatch.setattr(Job, "model", lambda self, shape: tmp_path)
     fails = tmp_path / "python"
     fails.write_text("#!/bin/sh\necho no vllm here >&2\nexit 2\n")
     fails.chmod(0o755)
-    assert not vllm.start(dataclasses.replace(job, vllm=fails), record, [swap.LOAD])
-    assert "no vllm here" in capsys.readouterr().out and vllm.started(record, cold=True) is None
+    assert not beside.start(dataclasses.replace(job, vllm=fails), record, [swap.LOAD])
+    assert "no vllm here" in capsys.readouterr().out and beside.started(record, cold=True) is None
     told = json.dumps({"first_token_s": 3.0, "users_1": {"users": 1, "block_s": [1.0, 1.0]}})
     fails.write_text(f"#!/bin/sh\n[ -n \"$VLLM_CACHE_ROOT\" ] && echo '{told}'\n")
-    vllm.both(dataclasses.replace(job, vllm=fails), record, [swap.LOAD])
-    starts = [vllm.started(record, cold) for cold in (True, False)]
+    beside.both(dataclasses.replace(job, vllm=fails), record, [swap.LOAD])
+    starts = [beside.started(record, cold) for cold in (True, False)]
     assert [start and start.first_token_s for start in starts] == [3.0, 3.0]
+
+
+def test_growth_while_idle_is_of_each_run_alone(tmp_path: Path) -> None:
+    record = Record(tmp_path, "steady")
+    assert steady.idle_growth(record) is None
+    for run, swaps, mib in ((1, 20, 1000.0), (1, 120, 1010.0), (2, 140, 3000.0), (2, 240, 3010.0)):
+        record.add("idle", run=run, swaps=swaps, device_mib=mib)
+    assert steady.idle_growth(record) == pytest.approx(0.1)
+
+
+def test_turns_are_read_as_the_events_grow(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    turns = Turns(path)
+    path.write_text('{"event": "trial_start", "trial": "a", "time": 1.5}\n{"event": "other"}\n{"event": "trial_st')
+    assert turns.of("a", 0.0) == 1.5 and turns.of("b", 9.0) == 9.0
+    with path.open("a") as file:
+        file.write('art", "trial": "b", "time": 2.5}\n{"event": "trial_start", "trial": "a", "time": 3.5}\n')
+    assert turns.of("b", 0.0) == 2.5 and turns.of("a", 0.0) == 3.5  # taken up again after a restart
+
+
+def test_both_tiers_are_set_beside_the_slow_one(tmp_path: Path) -> None:
+    record = Record(tmp_path, "tiers")
+    record.add("candidates m", count=4)
+    slow = {"a": 1.2, "b": 1.1, "c": 1.0, "d": 0.9}
+    fast = {"a": 1.1, "b": 1.3, "c": 1.0, "d": 0.9}  # one of six pairs the wrong way round
+    for tier, ratios in (("fast", fast), ("slow", slow)):
+        for name, ratio in ratios.items():
+            record.add_trial(reading(f"{tier} m {name}", ratio=ratio, half=0.001))
+        record.add("stretch", tier=f"{tier} m", seconds=4.0 if tier == "fast" else 40.0, trials=4)
+    record.add_trial(reading("noise m", ratio=1.0))
+    found = tiers.figures(record)
+    assert value(found, "m: candidates on both tiers") == 4
+    assert value(found, "m: together / slow alone") == pytest.approx(10 / (1 + 0.05 * 10))
+    assert value(found, "m: Kendall's tau over them") == pytest.approx((5 - 1) / 6)
+    assert value(found, "m: loss of promoting the top 3") == pytest.approx(0.0)
+    assert value(found, "m: ratios on the slow tier") == "0.90 to 1.20"

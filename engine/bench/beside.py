@@ -51,7 +51,7 @@ def start(
         shutil.rmtree(folder, ignore_errors=True)
     script, loads = Path(__file__).with_name("vllm_baseline.py"), sorted(loads, key=lambda load: load.users)
     command = [
-        str(job.vllm), str(script), "--model", str(job.model(loads[0].shape)), "--mode", mode, "--json",
+        str(job.vllm), "-P", str(script), "--model", str(job.model(loads[0].shape)), "--mode", mode, "--json",
         "--users", *(str(load.users) for load in loads), "--prompt", *(str(load.prompt) for load in loads),
         "--output", str(loads[0].output), "--repeats", str(repeats),
     ]  # fmt: skip
