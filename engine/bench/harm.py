@@ -82,8 +82,12 @@ def fitted(forward: Forward, job: Job, record: Record, index: int) -> Forward:
 def figures(record: Record) -> list[Figure]:
     pairs, bad, good = record.of("pair"), record.trials("bad"), record.trials("good")
     counts = record.of("counts")
-    waits = [after.timed_by - before.ended_at for before, after in zip(bad, good, strict=False) if after.passed]
-    ends = [after.ended_at - before.ended_at for before, after in zip(bad, good, strict=False) if after.passed]
+    waits = [
+        max(0.0, after.timed_by - before.ended_at) for before, after in zip(bad, good, strict=False) if after.passed
+    ]
+    ends = [
+        max(0.0, after.ended_at - before.ended_at) for before, after in zip(bad, good, strict=False) if after.passed
+    ]
     lost = sum(bool(pair["lost"]) for pair in pairs) + sum(not reading.passed for reading in good)
     restarts = sum(line["service_start"] - 1 + line["service_died"] for line in counts)
     told = collections.Counter(str(reading.trial.outcome) for reading in bad)

@@ -26,7 +26,7 @@ from tideforge.engine.events import FILE, read_events
 from tideforge.engine.forward import Forward
 from tideforge.engine.guard import has_ended, start_detached
 from tideforge.engine.lab import end_keeper, keeper_status
-from tideforge.errors import TideforgeError
+from tideforge.errors import TideforgeError, UserError
 
 READY_S = 300.0
 TRIAL_S = 120.0  # one trial, at most, its wait for the others not counted
@@ -171,11 +171,23 @@ def running(job: Job, record: Record, plan: Plan) -> Iterator[Running]:
     command = [sys.executable, "-m", "tideforge.engine.supervise", "--config", str(config)]
     begin, pid = time.time(), start_detached(command, state / "supervise.log")
     try:
-        client = EngineClient(state / "engine.sock", patience_s=READY_S)
+        client = EngineClient(state / "engine.sock", patience_s=END_S)
+        _await_ready(client, pid, state)
         yield Running(client, state, run, client.incumbent(), begin, Turns(state / FILE))
     finally:
         stop(state, pid)
     shutil.rmtree(state, ignore_errors=True)
+
+
+def _await_ready(client: EngineClient, pid: int, state: Path) -> None:
+    """Raises TideforgeError as soon as the service has ended, or is not ready in time."""
+    impatient, deadline = EngineClient(client.path, patience_s=0.0), time.monotonic() + READY_S
+    while time.monotonic() < deadline and not has_ended(pid):
+        with contextlib.suppress(UserError):  # nobody listens yet
+            if impatient.queue().ready:
+                return
+        time.sleep(0.02)
+    raise TideforgeError(f"the service does not get ready; see {state / 'service.log'}")
 
 
 def stop(state: Path, pid: int) -> None:
@@ -185,7 +197,7 @@ def stop(state: Path, pid: int) -> None:
     deadline = time.monotonic() + END_S
     while not has_ended(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
-    with contextlib.suppress(ProcessLookupError):
+    if not has_ended(pid):
         os.kill(pid, signal.SIGKILL)  # what it started dies with it
     with contextlib.suppress(OSError):
         end_keeper(state)

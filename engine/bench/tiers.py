@@ -27,13 +27,16 @@ PROMOTED = 0.05  # of the candidates, that a search would send on to the slow ti
 TOP = 3
 TIERS = ("fast", "slow")
 TRIAL_S = 20.0
+START_S = 150.0  # so much time must be left for a service of a large model and a few trials
 NOISE_TRIALS = 8
 GAIN = 8.1
 
 
 def measure(job: Job, record: Record) -> None:
     for load in LOADS if job.on_gpu else SMALL:
-        if job.left_s > TRIAL_S and any(missing(job, record, load, tier) for tier in TIERS):
+        if job.left_s > (START_S if job.on_gpu else TRIAL_S) and any(
+            missing(job, record, load, tier) for tier in TIERS
+        ):
             with running(job, record, Plan(load)) as service:
                 _measure(job, record, load, service)
 

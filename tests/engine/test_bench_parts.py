@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
+from tideforge.engine.bench import running as running_module
+from tideforge.engine.bench.job import TINY, Job
+from tideforge.engine.bench.report import Record
+from tideforge.engine.bench.running import Plan, running
+from tideforge.errors import TideforgeError
+
 LARGEST = {"noise": 1, "swap": 2, "steady": 4, "experiments": 2, "harm": 3, "decode": 1, "ship": 1}
 
 
@@ -97,7 +102,7 @@ def test_decoding_also_over_http(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_a_ship_under_load(tmp_path: Path) -> None:
     found = measured("ship", tmp_path)
-    assert found["streams open at the flip"] == 4 and found["failed"] == 0 and found["wrong"] == 0
+    assert found["streams open at the flip"] >= 4 and found["failed"] == 0 and found["wrong"] == 0
     assert found["streams in all"] >= 8
 
 
@@ -108,3 +113,15 @@ def test_bad_arguments_are_one_line_and_exit_2(tmp_path: Path) -> None:
     ):  # fmt: skip
         done = bench(*args)
         assert done.returncode == 2 and named in done.stderr.splitlines()[-1] and done.stdout == ""
+
+
+@pytest.mark.timeout(120)
+def test_a_service_that_does_not_start_is_told_at_once(tmp_path: Path, monkeypatch) -> None:
+    record, job = Record(tmp_path / "results", "swap"), Job("cpu", tmp_path)
+    monkeypatch.setattr(running_module, "MODELS", tmp_path / "none")
+    with (
+        pytest.raises(TideforgeError, match=r"does not get ready; see .*service\.log"),
+        running(job, record, Plan(TINY)),
+    ):
+        raise AssertionError("it cannot start")
+    assert (tmp_path / "swap-1" / "service.log").exists()  # kept, to be read
