@@ -27,7 +27,7 @@ bench-engine: setup
 	@$(PY) -m tideforge.engine.bench $(or $(PART),all) --device cuda --state .bench $(ARGS)
 
 bench-engine-cpu: setup
-	@$(PY) -m tideforge.engine.bench $(or $(PART),all) --device cpu --state .bench-cpu --seconds 60 $(ARGS)
+	@$(PY) -m tideforge.engine.bench $(or $(PART),all) --device cpu --state .bench-cpu --seconds 90 $(ARGS)
 
 .PHONY: bench-engine bench-engine-cpu bench-moe setup demo demo-drift up down test test-all lint
 

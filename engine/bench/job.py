@@ -80,3 +80,4 @@ class Job:
 
 
 TINY = Load("llama-tiny", users=2, prompt=8, output=12, passes=1, num_blocks=64)
+SMALL = Load("llama-tiny", users=4, prompt=32, output=24, passes=2, num_blocks=128)  # a layer of it takes some time

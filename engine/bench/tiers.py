@@ -6,7 +6,6 @@ them on the fast tier, the best one in twenty on the slow one. Weights are rando
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import statistics
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 
 from tideforge.engine.bench import trials
 from tideforge.engine.bench.experiments import Pace, pace
-from tideforge.engine.bench.job import TINY, Job, Load
+from tideforge.engine.bench.job import SMALL, Job, Load
 from tideforge.engine.bench.report import Figure, Reading, Record, failures, quantile
 from tideforge.engine.bench.running import Plan, Running, running
 
@@ -22,23 +21,24 @@ LOADS = (
     Load("qwen3-8b", users=8, prompt=256, output=64, passes=6, num_blocks=1024),
     Load("qwen3-30b-a3b", users=8, prompt=256, output=64, passes=6, num_blocks=1024, forward="moe"),
 )
-SMALL = (dataclasses.replace(TINY, output=6),)
 PROMOTED = 0.05  # of the candidates, that a search would send on to the slow tier
 TOP = 3
 TIERS = ("fast", "slow")
-TRIAL_S = 20.0
+TRIAL_S = 20.0  # so much time must be left for the trials that wait
 START_S = 150.0  # so much time must be left for a service of a large model and a few trials
 NOISE_TRIALS = 8
 GAIN = 8.1
 
 
 def measure(job: Job, record: Record) -> None:
-    for load in LOADS if job.on_gpu else SMALL:
-        if job.left_s > (START_S if job.on_gpu else TRIAL_S) and any(
-            missing(job, record, load, tier) for tier in TIERS
-        ):
+    for load in LOADS if job.on_gpu else (SMALL,):
+        if job.left_s > (START_S if job.on_gpu else 0) and any(missing(job, record, load, tier) for tier in TIERS):
             with running(job, record, Plan(load)) as service:
                 _measure(job, record, load, service)
+
+
+def margin_s(job: Job) -> float:
+    return TRIAL_S if job.on_gpu else 0.0
 
 
 def missing(job: Job, record: Record, load: Load, tier: str) -> bool:
@@ -48,14 +48,14 @@ def missing(job: Job, record: Record, load: Load, tier: str) -> bool:
 
 
 def _measure(job: Job, record: Record, load: Load, service: Running) -> None:
-    from tideforge.engine.bench import variants
+    from tideforge.engine.bench import variants  # type: ignore[attr-defined]
 
     candidates = variants.honest(service.plain)[: job.trials]
     record.add(f"candidates {load.shape}", count=len(candidates))
     for tier in TIERS:
         done = {reading.label for reading in record.trials(f"{tier} {load.shape} ")}
         left = [(name, source) for name, source in candidates if f"{tier} {load.shape} {name}" not in done]
-        if not left or job.left_s < TRIAL_S:
+        if not left or job.left_s < margin_s(job):
             continue
         if tier == "slow":
             _noise(job, record, load, service)
@@ -63,7 +63,7 @@ def _measure(job: Job, record: Record, load: Load, service: Running) -> None:
         record.add_trial(service.ended(service.submit(service.plain, tier), f"first {tier} {load.shape}"))
         labels = [f"{tier} {load.shape} {name}" for name, _ in left]
         before = len(record.trials(f"{tier} {load.shape} "))
-        seconds = service.feed(record, [source for _, source in left], tier, labels, lambda: job.left_s > TRIAL_S)
+        seconds = service.feed(record, [source for _, source in left], tier, labels, lambda: job.left_s > margin_s(job))
         made = len(record.trials(f"{tier} {load.shape} ")) - before
         record.add("stretch", tier=f"{tier} {load.shape}", seconds=seconds, trials=made)
 
@@ -74,7 +74,11 @@ def _noise(job: Job, record: Record, load: Load, service: Running) -> None:
     sources = (trials.variant(service.plain, 1000 * service.run + index, False) for index in itertools.count())
     wanted = (NOISE_TRIALS if job.on_gpu else 2) - len(record.trials(label))
     service.feed(
-        record, itertools.islice(sources, max(0, wanted)), "slow", itertools.repeat(label), lambda: job.left_s > TRIAL_S
+        record,
+        itertools.islice(sources, max(0, wanted)),
+        "slow",
+        itertools.repeat(label),
+        lambda: job.left_s > margin_s(job),
     )
 
 
@@ -126,7 +130,7 @@ def _agreement(
     slow: dict[str, tuple[float, float]],
     equal: Sequence[Reading],
 ) -> list[Figure]:
-    from tideforge.engine import agreement
+    from tideforge.engine import agreement  # type: ignore[attr-defined]
 
     names = sorted(set(fast) & set(slow))
     logs = [math.log(figures.ratio) for reading in equal if (figures := reading.trial.figures)]

@@ -3,6 +3,7 @@
 import torch
 
 OUTCOMES = {"forward": "out_of_memory"}
+ON_GPU = {"forward": ("out_of_memory", "memory_grew")}  # whichever is seen first
 held = []
 
 
