@@ -121,11 +121,10 @@ def _beside_vllm(record: Record, name: str, users: int, one: Rates, predicted: s
         Figure(f"{name}: vLLM, {start.mode}, decoding", start.cases[users]["decode_tps"], "tokens/s", "")
         for start in starts
     ]
-    ratio = one.engine_tps / best if best else None
-    return [
-        *found,
-        Figure.at_least(f"{name}: engine / vLLM's better mode", ratio, "times", predicted, GOALS.get(users, 0)),
-    ]
+    ratio, name = one.engine_tps / best if best else None, f"{name}: engine / vLLM's better mode"
+    if users not in GOALS:
+        return [*found, Figure(name, ratio, "times", predicted)]
+    return [*found, Figure.at_least(name, ratio, "times", predicted, GOALS[users])]
 
 
 def rates(lab: Lab, forward: Forward, users: int, prompt: int, output: int, repeats: int = 5) -> Rates:

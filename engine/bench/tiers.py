@@ -27,6 +27,7 @@ TIERS = ("fast", "slow")
 TRIAL_S = 20.0  # so much time must be left for the trials that wait
 START_S = 150.0  # so much time must be left for a service of a large model and a few trials
 NOISE_TRIALS = 8
+FEW = 6  # candidates on the CPU
 GAIN = 8.1
 
 
@@ -50,7 +51,7 @@ def missing(job: Job, record: Record, load: Load, tier: str) -> bool:
 def _measure(job: Job, record: Record, load: Load, service: Running) -> None:
     from tideforge.engine.bench import variants  # type: ignore[attr-defined]
 
-    candidates = variants.honest(service.plain)[: job.trials]
+    candidates = variants.honest(service.plain)[: job.trials or (None if job.on_gpu else FEW)]
     record.add(f"candidates {load.shape}", count=len(candidates))
     for tier in TIERS:
         done = {reading.label for reading in record.trials(f"{tier} {load.shape} ")}

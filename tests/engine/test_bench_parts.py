@@ -16,7 +16,7 @@ from tideforge.engine.bench.report import Record
 from tideforge.engine.bench.running import Plan, running
 from tideforge.errors import TideforgeError
 
-LARGEST = {"noise": 1, "swap": 2, "steady": 4, "experiments": 2, "harm": 3, "decode": 1, "ship": 1}
+LARGEST = {"noise": 1, "swap": 2, "steady": 4, "experiments": 2, "harm": 3, "decode": 1, "ship": 1, "tiers": 3}
 
 
 def bench(*args: str) -> subprocess.CompletedProcess[str]:
@@ -79,6 +79,17 @@ def test_candidates_that_always_wait(tmp_path: Path) -> None:
     for tier in ("fast", "slow"):
         assert found[f"{tier} tier: trials"] == 2
         assert found[f"{tier} tier: seconds each"] > 0 and found[f"{tier} tier: experiments"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_both_tiers_on_honest_candidates(tmp_path: Path) -> None:
+    pytest.importorskip("tideforge.engine.agreement")
+    found = measured("tiers", tmp_path)
+    assert found["llama-tiny: a slow trial, turn to end, median"] > 0
+    lines = [json.loads(line) for line in (tmp_path / "results" / "tiers.jsonl").read_text().splitlines()]
+    labels = [line["label"].split()[0] for line in lines if line["kind"] == "trial"]
+    assert [labels.count(tier) for tier in ("fast", "noise", "slow")] == [3, 2, 3]
 
 
 @pytest.mark.slow
