@@ -24,6 +24,7 @@ class Load:
     passes: int
     num_blocks: int = 4096
     forward: str = "llama"
+    on_disk: bool = True  # else weights are drawn in place on the device: of large shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,15 +60,17 @@ class Job:
     def load(self, gpu: Load, cpu: Load) -> Load:
         return gpu if self.on_gpu else cpu
 
-    def model(self, shape: str) -> Path:
-        """The shape's folder of random weights; written once a state folder."""
+    def model(self, shape: str, on_disk: bool = True) -> Path:
+        """The shape's folder of random weights; made once a state folder."""
+        if not on_disk:
+            return Path(random_weights.describe(self.state / "models" / shape, shape))  # type: ignore[attr-defined]
         return random_weights.write(self.state / "models" / shape, shape, device=self.device)
 
     def settings(self, load: Load, state: Path) -> Settings:
         """Of a server or a trial of `load`; trials choose fewer graphs by themselves."""
         longest = load.prompt + load.output
         chosen = Settings(
-            state=state, model=self.model(load.shape), dtype=self.dtype, device=self.device,
+            state=state, model=self.model(load.shape, load.on_disk), dtype=self.dtype, device=self.device,
             num_blocks=load.num_blocks, limits=Limits(max(load.users, 2), 4096, max(2048, longest), decode_steps=64),
         )  # fmt: skip
         if not self.on_gpu:

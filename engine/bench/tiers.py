@@ -18,8 +18,8 @@ from tideforge.engine.bench.report import Figure, Reading, Record, failures, qua
 from tideforge.engine.bench.running import Plan, Running, running
 
 LOADS = (
-    Load("qwen3-8b", users=8, prompt=256, output=64, passes=6, num_blocks=1024),
-    Load("qwen3-30b-a3b", users=8, prompt=256, output=64, passes=6, num_blocks=1024, forward="moe"),
+    Load("qwen3-8b", users=8, prompt=256, output=64, passes=6, num_blocks=1024, on_disk=False),
+    Load("qwen3-30b-a3b", users=8, prompt=256, output=64, passes=6, num_blocks=1024, forward="moe", on_disk=False),
 )
 PROMOTED = 0.05  # of the candidates, that a search would send on to the slow tier
 TOP = 3
