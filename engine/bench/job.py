@@ -63,7 +63,7 @@ class Job:
     def model(self, shape: str, on_disk: bool = True) -> Path:
         """The shape's folder of random weights; made once a state folder."""
         if not on_disk:
-            return Path(random_weights.describe(self.state / "models" / shape, shape))  # type: ignore[attr-defined]
+            return random_weights.describe(self.state / "models" / shape, shape)
         return random_weights.write(self.state / "models" / shape, shape, device=self.device)
 
     def settings(self, load: Load, state: Path) -> Settings:
