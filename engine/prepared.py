@@ -53,6 +53,7 @@ class Prepared:
     spent: Spent = dataclasses.field(default_factory=Spent)
     worker: RemoteExecutor | None = None
     before: Census | None = None  # of the worker as a spare
+    compiled: bool = False  # its kernels, by a dry run
     warm: bool = False  # checked eagerly, and its graphs captured
     device_bytes: list[tuple[int, int]] = dataclasses.field(
         default_factory=list

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 WARM_REQUESTS = 4
 CHECKED_ANSWERS = 3
+COMPILED_STEP_S = 8.0  # a step's allowance when only kernels of other sizes than a dry run's can be left to compile
 HOPELESS = 0.97  # below this ratio after a pass, no further pass is spent
 MIN_PAIRS = 8  # of steps, before an interval decides anything: the spread of a few is luck
 PRECISE = 0.01  # half-width of the ratio's interval at which a trial ends
@@ -57,13 +58,19 @@ class SlowTier:
         if prepared.warm:
             return
         bench, worker = self.bench, prepared.staged
-        # On a GPU the first steps may compile: they share the allowance of the staging.
-        worker.step_timeout_s = bench.step_timeout_s if bench.settings.device == "cpu" else bench.staging.timeout_s
+        worker.step_timeout_s = self._first_timeout_s(prepared)
         with prepared.spent.on("check_s"):
             self._check_eagerly(prepared)
         worker.step_timeout_s = bench.step_timeout_s
         prepared.spent.capture_s += bench.lab.capture(worker)
         prepared.warm = True
+
+    def _first_timeout_s(self, prepared: Prepared) -> float:
+        """On a GPU the first steps may compile: all of a forward under the staging's allowance, the rest after a dry run."""
+        usual = self.bench.step_timeout_s
+        if self.bench.settings.device == "cpu":
+            return usual
+        return max(usual, COMPILED_STEP_S) if prepared.compiled else self.bench.staging.timeout_s
 
     def _check_eagerly(self, prepared: Prepared) -> None:
         """A few fresh requests before any clock runs: logits finite, every emitted token right. Warms the worker up too."""

@@ -43,6 +43,7 @@ class Staging:
         shapes = self.lab.settings.dry_shapes
         with prepared.spent.on("dry_s"):
             whole = not shapes or prepared.staged.dry(shapes, self.timeout_s)
+        prepared.compiled = whole and bool(shapes)
         if not whole:  # a capture that failed leaves its worker worse than it was
             worker, prepared.worker = prepared.staged, None
             with self.quiet():

@@ -13,12 +13,12 @@ import torch
 
 from tideforge.data.workload import RequestShape
 from tideforge.engine import protocol
-from tideforge.engine.evaluate import new_core
 from tideforge.engine.executor import Sampled, step_arrays, step_scalars
 from tideforge.engine.forward import Forward
 from tideforge.engine.lab import Lab
 from tideforge.engine.runner import GraphShape, Runner
 from tideforge.engine.scheduler import Request, Step
+from tideforge.engine.service_config import new_core
 from tideforge.engine.worker import Worker
 
 

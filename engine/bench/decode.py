@@ -18,9 +18,9 @@ from tideforge.engine.bench.bare import bare_rate, prompts
 from tideforge.engine.bench.job import MODELS, TINY, Job, Load
 from tideforge.engine.bench.report import Figure, Record
 from tideforge.engine.config import Settings
-from tideforge.engine.evaluate import new_core
 from tideforge.engine.forward import Forward
 from tideforge.engine.lab import Lab, end_keeper
+from tideforge.engine.service_config import new_core
 
 LOADS = (Load("llama-3.2-1b", 1, 32, 128, 1), Load("llama-3.2-1b", 64, 512, 128, 1))
 SMALL = (dataclasses.replace(TINY, users=1, output=16), dataclasses.replace(TINY, users=4, prompt=16, output=16))

@@ -21,11 +21,11 @@ from tideforge.engine import procfs
 from tideforge.engine.bench.job import MODELS, Job, Load
 from tideforge.engine.bench.report import Reading, Record
 from tideforge.engine.client import EngineClient, EngineControl
-from tideforge.engine.evaluate import ServiceConfig
 from tideforge.engine.events import FILE, read_events
 from tideforge.engine.forward import Forward
 from tideforge.engine.guard import has_ended, start_detached
 from tideforge.engine.lab import end_keeper, keeper_status
+from tideforge.engine.service_config import ServiceConfig
 from tideforge.errors import TideforgeError, UserError
 
 READY_S = 300.0

@@ -11,7 +11,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from tideforge.engine.bench import trials
+from tideforge.engine import agreement
+from tideforge.engine.bench import trials, variants
 from tideforge.engine.bench.experiments import Pace, pace
 from tideforge.engine.bench.job import SMALL, Job, Load
 from tideforge.engine.bench.report import Figure, Reading, Record, failures, quantile
@@ -49,8 +50,6 @@ def missing(job: Job, record: Record, load: Load, tier: str) -> bool:
 
 
 def _measure(job: Job, record: Record, load: Load, service: Running) -> None:
-    from tideforge.engine.bench import variants  # type: ignore[attr-defined]
-
     candidates = variants.honest(service.plain)[: job.trials or (None if job.on_gpu else FEW)]
     record.add(f"candidates {load.shape}", count=len(candidates))
     for tier in TIERS:
@@ -131,8 +130,6 @@ def _agreement(
     slow: dict[str, tuple[float, float]],
     equal: Sequence[Reading],
 ) -> list[Figure]:
-    from tideforge.engine import agreement  # type: ignore[attr-defined]
-
     names = sorted(set(fast) & set(slow))
     logs = [math.log(figures.ratio) for reading in equal if (figures := reading.trial.figures)]
     if len(names) < 2:

@@ -15,13 +15,14 @@ from safetensors.torch import load_file
 from tideforge.data.workload import RequestShape, Workload
 from tideforge.engine import device as device_memory
 from tideforge.engine.config import ModelConfig, Settings
-from tideforge.engine.evaluate import Bench, ServiceConfig
+from tideforge.engine.evaluate import Bench
 from tideforge.engine.lab import Lab
 from tideforge.engine.model_config import model_for
 from tideforge.engine.outcome import Outcome, Trial
 from tideforge.engine.random_weights import RandomWeights, describe, write
 from tideforge.engine.reference import Reference
 from tideforge.engine.reference_model import ReferenceModel
+from tideforge.engine.service_config import ServiceConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 DEVICE = torch.device("cuda:0")

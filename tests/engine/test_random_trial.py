@@ -9,11 +9,12 @@ import pytest
 
 from tideforge.data.workload import RequestShape, Workload
 from tideforge.engine.config import ModelConfig, Settings
-from tideforge.engine.evaluate import Bench, ServiceConfig
+from tideforge.engine.evaluate import Bench
 from tideforge.engine.lab import keeper_status
 from tideforge.engine.model_config import model_for
 from tideforge.engine.outcome import Outcome, Trial
 from tideforge.engine.random_weights import describe
+from tideforge.engine.service_config import ServiceConfig
 
 WRONG = "x = rms_norm(x[batch.logits_indices]"
 
