@@ -49,7 +49,7 @@ def test_a_result_torn_by_a_full_disk_is_not_there(tmp_path, monkeypatch):
 def test_cancelling_spares_the_running_trial(tmp_path):
     one = archive(tmp_path)
     running, waiting = one.submit(A, "slow", "x"), one.submit(B, "slow", "x")
-    assert one.cancel_waiting("over", keep=running.id) == 1
+    assert one.cancel_waiting("over", keep=[running.id]) == 1
     assert one.trials[waiting.id].outcome is Outcome.CANCELLED and not one.trials[running.id].done
 
 
