@@ -57,7 +57,7 @@ class Bench:
         self._tune()
         self.ahead = self.settings.ahead
         self.staging = Staging(self.lab, config, self.incumbent.knobs)
-        self.staging.spares.refill()
+        self.staging.stock()
         self._slow = SlowTier(self)
         self._fast: FastTier | None = None
         self.noise: tuple[float, ...] = ()

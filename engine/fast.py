@@ -147,8 +147,15 @@ class FastTier:
             worker.select(depth)
             self._check_eagerly(worker, forward, depth)
             spent.capture_s += self.lab.capture(worker)
+            self._replay_once(worker, forward)
         spent.check_s = time.perf_counter() - begin - spent.capture_s
         worker.step_timeout_s = self.bench.step_timeout_s
+
+    def _replay_once(self, worker: RemoteExecutor, forward: Forward) -> None:
+        """A graph's first replay takes longer: it is put on the device."""
+        if self.bench.settings.capture_rows:
+            side, (drawn, prompts) = self._side(worker, forward), self.bench.replay()
+            measure.run_block(side.core, side.forward, measure.brief(drawn), prompts, self.bench.workload.users)
 
     def _check_eagerly(self, worker: RemoteExecutor, forward: Forward, depth: int) -> None:
         drawn, prompts = self.bench.replay()

@@ -87,14 +87,14 @@ class Lab:
         with self._asking:
             return protocol.call(self._keeper_socket(), request, START_TIMEOUT_S)
 
-    def spare(self, arena: Arena) -> RemoteExecutor:
-        """A worker with memory mapped, waiting for a forward."""
-        worker = self._spawn(arena)
+    def spare(self, arena: Arena, clock_held: bool = False) -> RemoteExecutor:
+        """A worker with memory mapped, waiting for a forward. `clock_held`: whoever asks holds the clock, and it need not."""
+        worker = self._spawn(arena, clock_held)
         self._workers.append(worker)
         log_event(self.events, "worker_start", worker=worker.pid)
         return worker
 
-    def _spawn(self, arena: Arena) -> RemoteExecutor:
+    def _spawn(self, arena: Arena, clock_held: bool) -> RemoteExecutor:
         shared = int(self._ask_weights().header["bytes"]) + self.layout.bytes
         ward, sock = self.nursery.ward(
             self.settings.state / "scratch", self.memory_bytes + shared, worker_environment(self.settings.threads),
@@ -102,7 +102,7 @@ class Lab:
         )  # fmt: skip
         worker = RemoteExecutor(ward, sock, arena)
         header, fds = self.attachment(arena)
-        protocol.send(sock, header, fds=fds)
+        protocol.send(sock, {**header, "clock": "" if clock_held else header["clock"]}, fds=fds)
         return worker
 
     def attachment(self, arena: Arena) -> tuple[dict[str, Any], tuple[int, int]]:

@@ -86,6 +86,14 @@ def draw_replay(
     return shapes, draw_prompts(shapes, corpus, rng.getrandbits(64))
 
 
+def brief(shapes: Sequence[RequestShape]) -> list[RequestShape]:
+    """The same prompts with short answers, half of which end with each step: every batch size on the way down comes once."""
+    return [
+        dataclasses.replace(shape, output_tokens=min(shape.output_tokens, 2 + index.bit_length()))
+        for index, shape in enumerate(shapes)
+    ]
+
+
 def draw_prompts(shapes: Sequence[RequestShape], corpus: Sequence[int], secret: int) -> list[tuple[int, ...]]:
     """A span of real text for each shape, unpredictable without `secret`."""
     rng = random.Random(secret)

@@ -63,6 +63,7 @@ class SlowTier:
             self._check_eagerly(prepared)
         worker.step_timeout_s = bench.step_timeout_s
         prepared.spent.capture_s += bench.lab.capture(worker)
+        self._replay_once(prepared)
         prepared.warm = True
 
     def _first_timeout_s(self, prepared: Prepared) -> float:
@@ -86,6 +87,12 @@ class SlowTier:
             raise
         check.require_finite(arena.logits(len(shapes)))
         check.require_right(bench.reference, block.answers, bench.layers, bench.bounds.logit_gap)
+
+    def _replay_once(self, prepared: Prepared) -> None:
+        """A graph's first replay takes longer: it is put on the device."""
+        if self.bench.settings.capture_rows:
+            side, (drawn, prompts) = self._side(prepared), self.bench.replay()
+            measure.run_block(side.core, side.forward, measure.brief(drawn), prompts, self.bench.workload.users)
 
     def _side(self, prepared: Prepared) -> measure.Side:
         return measure.Side.of(prepared.forward.id, new_core(self.bench.settings), prepared.staged)

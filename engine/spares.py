@@ -20,6 +20,9 @@ class Spares:
     """Spare workers, each on an arena of its own: no two candidates that live at once share pages. Thread-safe.
 
     There are as many arenas as spares may wait and candidates be under way. An arena is poisoned when its worker is released.
+
+    On the CPU a missing spare is started at once. On a GPU a start (a context, memory mapped, libraries loaded) stalls whatever runs
+    on the device for tens of milliseconds, so there spares are started together, when none is left, by whoever holds the clock.
     """
 
     def __init__(self, lab: Lab, candidates: int, night: Path) -> None:
@@ -29,21 +32,38 @@ class Spares:
         for arena in self._free:
             arena.fill(POISON)
         self._waiting: list[RemoteExecutor] = []
+        self._at_once = lab.settings.device == "cpu"
         self._lock = threading.Lock()
 
     def refill(self) -> None:
-        """Starts the spares that are missing; a machine that is short of something is asked again at the next trial."""
+        """On the CPU: starts what is missing, and does not wait for it."""
+        if self._at_once:
+            with self._lock:
+                self._start_missing()
+
+    def restock(self) -> None:
+        """On a GPU: if no spare is left, starts as many as there may be, and waits for them. The caller holds the clock."""
         with self._lock:
-            while self._free and len(self._waiting) < self.lab.settings.spares:
-                try:
-                    self._waiting.append(self.lab.spare(self._free[0]))
-                except (ProtocolError, OSError) as error:
-                    log_event(self.night, "no_worker", message=str(error))
-                    return
-                self._free.pop(0)
+            if not (self._at_once or self._waiting):
+                self._start_missing()
+                self._settle()
 
     def settle(self) -> None:
-        """Waits until all spares have started. Not while another thread may take one."""
+        """Waits until all spares have started."""
+        with self._lock:
+            self._settle()
+
+    def _start_missing(self) -> None:
+        """A machine that is short of something is asked again at the next trial."""
+        while self._free and len(self._waiting) < self.lab.settings.spares:
+            try:
+                self._waiting.append(self.lab.spare(self._free[0], clock_held=not self._at_once))
+            except (ProtocolError, OSError) as error:
+                log_event(self.night, "no_worker", message=str(error))
+                return
+            self._free.pop(0)
+
+    def _settle(self) -> None:
         for worker in self._waiting:
             with contextlib.suppress(CandidateError):  # seen again when it is taken
                 self.lab.wait_ready(worker)
@@ -52,7 +72,7 @@ class Spares:
         """The oldest spare, attached; one that died meanwhile is replaced. Raises CandidateError when there is none."""
         for _ in range(TRIES):
             self.refill()
-            worker = self._oldest()
+            worker = self._oldest() or self._restocked()
             if worker is None:
                 time.sleep(1.0)
                 continue
@@ -62,6 +82,13 @@ class Spares:
                     return worker
             self.release(worker)
         raise CandidateError("exited", f"{TRIES} spare workers in a row ended before they were given the candidate")
+
+    def _restocked(self) -> RemoteExecutor | None:
+        if self._at_once:
+            return None
+        with self.lab.clock():
+            self.restock()
+        return self._oldest()
 
     def _oldest(self) -> RemoteExecutor | None:
         with self._lock:

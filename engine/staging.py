@@ -87,12 +87,19 @@ class Staging:
             if prepared.worker is not None:
                 self.spares.release(prepared.worker)
             intact = self.lab.weights_intact()
+            self.spares.restock()
         self.spares.refill()
         if not intact:
             with self._lock:
                 for other in self._live.values():
                     other.suspect = prepared.suspect = True
         return intact
+
+    def stock(self) -> None:
+        """The first spares."""
+        self.spares.refill()
+        with self.quiet():
+            self.spares.restock()
 
     def settle(self) -> None:
         """On the CPU a start takes a core, and no clock may run beside it, unless the settings ask for just that."""

@@ -28,7 +28,7 @@ SHAPES = [GraphShape(False, 1, 1, 16), GraphShape(True, 8, 2, 16)]
 LEAKS = (
     "\n\nplain = build\nkept = []\n\ndef build(ctx):\n    inner = plain(ctx)\n    def forward(batch):\n"
     "        if not torch.cuda.is_current_stream_capturing():\n"
-    "            kept.append(torch.empty(64 << 20, dtype=torch.uint8, device=ctx.device))\n"
+    "            kept.append(torch.empty(512 << 20, dtype=torch.uint8, device=ctx.device))\n"
     "        inner(batch)\n    return forward\n"
 )
 

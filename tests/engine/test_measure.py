@@ -27,6 +27,11 @@ class Counting:
         pass
 
 
+def test_brief_requests_end_by_halves() -> None:
+    found = [shape.output_tokens for shape in measure.brief([RequestShape(5, 40)] * 8 + [RequestShape(5, 3)])]
+    assert found == [2, 3, 4, 4, 5, 5, 5, 5, 3]
+
+
 def side(name: str = "f") -> measure.Side:
     return measure.Side.of(
         name, EngineCore(Limits(max_num_seqs=4, max_num_batched_tokens=32), BlockPool(64, 4)), Counting()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -53,3 +55,48 @@ def test_arenas_of_a_bench_hold_the_workload_and_no_server(tiny: Path, tmp_path:
     settings = Settings(state=tmp_path, model=tiny, num_blocks=4096)
     assert for_bench(settings, workload).num_blocks == 2 * 3 * (4 + 1) + 1
     assert for_bench(dataclasses.replace(settings, num_blocks=9), workload).num_blocks == 9
+
+
+class Gpu:
+    """A lab whose workers start at once; it notes whether the clock was held meanwhile."""
+
+    def __init__(self) -> None:
+        self.settings = SimpleNamespace(device="cuda", spares=3)
+        self.held, self.starts = False, []
+
+    def arena(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(name=name, fill=lambda value: None)
+
+    def spare(self, arena: SimpleNamespace, clock_held: bool) -> SimpleNamespace:
+        self.starts.append((self.held, clock_held))
+        return SimpleNamespace(arena=arena, alive=True, ready=False)
+
+    def wait_ready(self, worker: SimpleNamespace) -> None:
+        assert worker.ready or self.held
+        worker.ready = True
+
+    def release(self, worker: SimpleNamespace) -> None:
+        worker.alive = False
+
+    @contextlib.contextmanager
+    def clock(self):
+        assert not self.held, "a lock is taken once"
+        self.held = True
+        yield
+        self.held = False
+
+
+def test_on_a_gpu_spares_start_together_under_the_clock_when_none_is_left(tmp_path: Path) -> None:
+    lab = Gpu()
+    spares = Spares(lab, 1, tmp_path)
+    spares.refill()
+    assert lab.starts == [], "nothing starts beside a clock"
+    taken = [spares.take() for _ in range(3)]
+    assert lab.starts == [(True, True)] * 3
+    with lab.clock():
+        spares.release(taken[0])
+        spares.restock()
+    assert len(lab.starts) == 5 and len(spares._waiting) == 2, "two arenas are still taken, so two more may start"
+    with lab.clock():
+        spares.restock()
+    assert len(lab.starts) == 5, "some are left"

@@ -110,7 +110,9 @@ class Fakes:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, night: Path) -> None:
         self.intact = True
         worker = SimpleNamespace(pid=1, ward=SimpleNamespace(census=lambda: None))
-        spares = SimpleNamespace(take=lambda: worker, refill=lambda: None, release=lambda worker: None)
+        spares = SimpleNamespace(
+            take=lambda: worker, refill=lambda: None, restock=lambda: None, release=lambda worker: None
+        )
         monkeypatch.setattr(staging, "Spares", lambda *_: spares)
         settings = SimpleNamespace(device="cpu", ahead=1, dry_shapes=[])
         self.lab: Any = SimpleNamespace(
