@@ -19,6 +19,7 @@ CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUD
 START_S = 150.0  # what a cold start may take; less time left and it is not begun
 LEAST_S = 60.0  # likewise a warm one
 Z95 = 1.96
+OTHERWISE = "decode"  # the part whose starts are shown where a part has none of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,11 @@ class Started:
     mode: str
     first_token_s: float
     cases: Mapping[int, Mapping[str, Any]]  # by number of users, as vllm_baseline.py prints them
+    part: str  # that started it
+
+    def within(self, record: Record) -> str:
+        """ "" if that is the record's own part, else what to add to a figure's name."""
+        return "" if self.part == record.part else f" (as part {self.part} saw it)"
 
     def seconds_to(self, half_width: float, users: int) -> float:
         """Measuring time until its tokens/s are known to a relative half-width (95 %), by the spread of its blocks.
@@ -70,19 +76,20 @@ def start(
     return not problem
 
 
-def started(record: Record, cold: bool, mode: str = "default") -> Started | None:
-    """The last start of that kind that gave figures."""
-    for line in reversed(record.of("vllm")):
-        if line["told"] and line["cold"] == cold and line["mode"] == mode:
-            told = line["told"]
-            cases = {case["users"]: case for name, case in told.items() if name.startswith("users_")}
-            return Started(cold, mode, told["first_token_s"], cases)
+def started(record: Record, cold: bool, mode: str = "default", own: bool = False) -> Started | None:
+    """The last start of that kind that gave figures, in this part or else, unless `own`, in the part decode."""
+    for one in (record,) if own else (record, Record(record.path.parent, OTHERWISE)):
+        for line in reversed(one.of("vllm")):
+            if line["told"] and line["cold"] == cold and line["mode"] == mode:
+                told = line["told"]
+                cases = {case["users"]: case for name, case in told.items() if name.startswith("users_")}
+                return Started(cold, mode, told["first_token_s"], cases, one.part)
     return None
 
 
 def both(job: Job, record: Record, loads: list[Load], repeats: int = 5) -> None:
     """A cold start and, with the caches that it left, a warm one; those that are there already are not repeated."""
-    if started(record, cold=True) is None and not start(job, record, loads, cold=True, repeats=repeats):
+    if started(record, cold=True, own=True) is None and not start(job, record, loads, cold=True, repeats=repeats):
         return
-    if started(record, cold=False) is None:
+    if started(record, cold=False, own=True) is None:
         start(job, record, loads, cold=False, repeats=repeats)

@@ -25,7 +25,7 @@ from tideforge.engine.service_config import new_core
 LOADS = (Load("llama-3.2-1b", 1, 32, 128, 1), Load("llama-3.2-1b", 64, 512, 128, 1))
 SMALL = (dataclasses.replace(TINY, users=1, output=16), dataclasses.replace(TINY, users=4, prompt=16, output=16))
 REPEATS = 5
-MODES = ("default", "full-decode")
+STARTS = (("default", True), ("default", False), ("full-decode", False))  # vLLM's modes; whether with empty caches
 PREDICTED = {1: ("580", "0.98", "520", "1.0"), 64: ("16,000", "0.94", "9,000", "0.85")}  # RPC, share, HTTP, beside vLLM
 GOALS = {1: 1.0, 64: 0.9}  # of vLLM's better mode
 SHARE = 0.95
@@ -63,9 +63,9 @@ def measure(job: Job, record: Record) -> None:
             end_keeper(state)
     if not record.of("http"):
         over_http(job, record, loads)
-    for mode in MODES if job.on_gpu else ():
-        if beside.started(record, cold=True, mode=mode) is None:
-            beside.start(job, record, list(loads), mode, cold=True, repeats=REPEATS)
+    for mode, cold in STARTS if job.on_gpu else ():
+        if beside.started(record, cold, mode) is None:
+            beside.start(job, record, list(loads), mode, cold, repeats=REPEATS)
 
 
 def settings(job: Job, load: Load, state: Path) -> Settings:
@@ -112,7 +112,7 @@ def figures(record: Record) -> list[Figure]:
 
 def _beside_vllm(record: Record, name: str, users: int, one: Rates, predicted: str) -> list[Figure]:
     starts = [
-        start for mode in MODES if (start := beside.started(record, cold=True, mode=mode)) and users in start.cases
+        start for mode, cold in STARTS[1:] if (start := beside.started(record, cold, mode)) and users in start.cases
     ]
     rates_of = {start.mode: float(start.cases[users]["output_tps"]) for start in starts}
     best = max(rates_of.values(), default=None)

@@ -90,7 +90,7 @@ def figures(record: Record) -> list[Figure]:
         readings = record.trials(tier)
         own, other = pace(record, tier, readings), beside.started(record, cold)
         theirs = other.first_token_s + other.seconds_to(HALF_WIDTH, users) if other else None
-        start = "empty" if cold else "filled"
+        start = ("empty" if cold else "filled") + (other.within(record) if other else "")
         found += [
             Figure(f"{tier} tier: trials", len(readings), "", "120"),
             failures(f"{tier} tier: that did not pass", readings),

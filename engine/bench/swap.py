@@ -63,6 +63,7 @@ def figures(record: Record) -> list[Figure]:
         (False, "35", ""),
     ):
         one, name = beside.started(record, cold), f"vLLM's restart, {'empty' if cold else 'filled'} caches"
+        name += one.within(record) if one else ""
         seconds = one.first_token_s if one else None
         found.append(Figure(name, seconds, "s", prediction))
         found.append(Figure(f"{name} / swap", _over(seconds, swap), "times", "155" if cold else "80", times))

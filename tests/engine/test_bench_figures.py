@@ -89,7 +89,7 @@ def test_a_pace_is_of_all_stretches(tmp_path: Path) -> None:
 
 def test_vllm_needs_as_many_blocks_as_its_spread_asks_for() -> None:
     blocks = [0.98, 1.0, 1.02]
-    start = beside.Started(True, "default", 70.0, {1: {"block_s": blocks}})
+    start = beside.Started(True, "default", 70.0, {1: {"block_s": blocks}}, "swap")
     assert start.seconds_to(0.01, 1) == pytest.approx((1.96 * 0.02 / 0.01) ** 2)
     assert start.seconds_to(0.5, 1) == pytest.approx(2.0)  # two blocks at least
 
@@ -187,7 +187,7 @@ def test_decoding_is_set_beside_the_better_mode_of_vllm(tmp_path: Path) -> None:
     record.add("rates", **dataclasses.asdict(rates))
     for mode, tps in (("default", 600.0), ("full-decode", 430.0)):
         case = {"users": 1, "output_tps": tps, "decode_tps": tps}
-        record.add("vllm", cold=True, mode=mode, told={"first_token_s": 35.0, "users_1": case}, problem="")
+        record.add("vllm", cold=False, mode=mode, told={"first_token_s": 35.0, "users_1": case}, problem="")
     found = decode.figures(record)
     assert value(found, "1 user, 32 + 128: engine / vLLM's better mode") == pytest.approx(0.95)
     assert value(found, "1 user, 32 + 128: decoding / bare replays") == pytest.approx(590 / 600)
@@ -219,6 +219,17 @@ def test_vllm_that_is_absent_or_fails_is_told_and_costs_nothing_else(tmp_path: P
     beside.both(dataclasses.replace(job, vllm=fails), record, [swap.LOAD])
     starts = [beside.started(record, cold) for cold in (True, False)]
     assert [start and start.first_token_s for start in starts] == [3.0, 3.0]
+    assert [start and start.within(record) for start in starts] == ["", ""]
+
+
+def test_what_only_the_decode_part_saw_of_vllm_is_called_so(tmp_path: Path) -> None:
+    told = {"first_token_s": 3.0, "users_1": {"users": 1, "block_s": [1.0, 1.0]}}
+    Record(tmp_path, "decode").add("vllm", cold=True, mode="default", told=told)
+    record = Record(tmp_path, "swap")
+    found = beside.started(record, cold=True)
+    assert found is not None and found.within(record) == " (as part decode saw it)"
+    assert beside.started(record, cold=True, own=True) is None
+    assert value(swap.figures(record), "vLLM's restart, empty caches (as part decode saw it)") == 3.0
 
 
 def test_growth_while_idle_is_of_each_run_alone(tmp_path: Path) -> None:
