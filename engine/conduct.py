@@ -13,17 +13,16 @@ from tideforge.errors import CandidateError
 GROWN_BYTES = 48 << 20  # over a trial's later steps, more than the incumbent: allocators settle within less
 GROWN_DEVICE_BYTES = 512 << 20
 MIN_READINGS = 8
-DEVICE_THREADS = 64  # a GPU's driver and compiler start threads of their own, when they please
 
 
-def require_decent(before: Census, after: Census, threads: int, device: str) -> None:
+def require_decent(before: Census, after: Census, threads: int) -> None:
     """`before`: the worker as a spare; `threads`: what the engine allows a forward. Raises CandidateError."""
     if after.weights_faults > before.weights_faults:
         raise CandidateError("weights_written", "a store into the weights was refused and survived")
     if after.processes > before.processes:
         left = after.processes - before.processes
         raise CandidateError("left_processes", f"{left} processes of its own still ran after the last step")
-    allowed = before.threads + threads - 1 + (0 if device == "cpu" else DEVICE_THREADS)
+    allowed = before.threads + threads - 1
     if after.threads > allowed:
         raise CandidateError(
             "left_threads", f"{after.threads} threads still ran after the last step; {allowed} are the engine's"

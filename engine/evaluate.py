@@ -212,7 +212,7 @@ class Bench:
     def _require_good_conduct(self, prepared: Prepared) -> None:
         worker, settings = prepared.staged, self.settings
         assert prepared.before is not None
-        conduct.require_decent(prepared.before, worker.ward.census(), settings.threads, settings.device)
+        conduct.require_decent(prepared.before, worker.ward.census(), settings.threads)
         ours = list(worker.resident)
         conduct.require_steady_device(prepared.device_bytes)
         conduct.require_steady(ours, list(self.incumbent_worker.resident)[-len(ours) :])

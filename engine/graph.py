@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tideforge.engine.faults import observe
 from tideforge.engine.step_tensors import GraphShape, StepTensors
+from tideforge.errors import CandidateError
 
 if TYPE_CHECKING:
     from tideforge.engine.runner import Runner
@@ -38,8 +39,11 @@ def record(step: Callable[[], None], device: torch.device, pool: Any) -> Recorde
         return Rerun(step)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream()):
-        step()
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream()):
+            step()
+    except CandidateError as error:  # the same step did not fail before
+        raise error if error.outcome != "forward_error" else CandidateError("capture_error", error.message) from error
     return graph
 
 

@@ -53,11 +53,21 @@ def tasks_in_all() -> int:
     return int(_text(f"{PROC}/loadavg").split()[3].partition("/")[2])
 
 
-def threads(pid: int) -> int:
+def threads(pid: int, driver: str = "") -> int:
+    """Of a process; those whose name begins with `driver`, if that is given, do not count."""
     try:
-        return len(os.listdir(f"{PROC}/{pid}/task"))
+        names = [_name(f"{PROC}/{pid}/task/{thread}/comm") for thread in os.listdir(f"{PROC}/{pid}/task")]
     except _GONE:
         return 0
+    return sum(not (driver and name.startswith(driver)) for name in names)
+
+
+def _name(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read()
+    except _GONE:
+        return ""
 
 
 def memory_bytes(pid: int) -> int:

@@ -30,6 +30,7 @@ from tideforge.engine.guard import adopt_orphans, die_with_parent, enter_pid_nam
 from tideforge.engine.tracer import Tracer
 
 WEIGHTS = "tideforge-weights"  # the keeper's name of that segment
+DRIVER = "cuda"  # what CUDA's driver calls its threads begins so
 POLL_S = 0.05
 SCAN_S = 1.0  # between two looks at all processes of the machine
 FORKING = 32  # so many new threads on the machine are a reason to look at once
@@ -135,8 +136,12 @@ class Warden:
     def census(self) -> dict[str, int]:
         others = self._others()
         return {
-            "processes": len(others), "threads": procfs.threads(self.worker), "weights_faults": self.tracer.faults,
+            "processes": len(others), "threads": self._threads(), "weights_faults": self.tracer.faults,
         }  # fmt: skip
+
+    def _threads(self) -> int:
+        """Those of a GPU's driver are its own affair."""
+        return procfs.threads(self.worker, "" if self.charge.device == "cpu" else DRIVER)
 
     def _others(self) -> list[int]:
         """What runs below the warden beside the worker."""
@@ -182,7 +187,7 @@ class Warden:
         self.others_wrote = sum(map(procfs.written_bytes, others))
         if len(others) > MAX_PROCESSES:
             self._judge("left_processes", f"{len(others)} processes of its own ran; {MAX_PROCESSES} are allowed")
-        if (threads := procfs.threads(self.worker)) > MAX_THREADS:
+        if (threads := self._threads()) > MAX_THREADS:
             self._judge("left_threads", f"it ran {threads} threads; {MAX_THREADS} are allowed")
 
     def _hours(self) -> float:

@@ -86,7 +86,7 @@ def test_candidates_that_always_wait(tmp_path: Path) -> None:
 def test_both_tiers_on_honest_candidates(tmp_path: Path) -> None:
     pytest.importorskip("tideforge.engine.agreement")
     found = measured("tiers", tmp_path)
-    assert found["llama-tiny: a slow trial, turn to end, median"] > 0
+    assert found["llama-tiny: a slow trial from turn to end without its wait for others, most"] > 0
     lines = [json.loads(line) for line in (tmp_path / "results" / "tiers.jsonl").read_text().splitlines()]
     labels = [line["label"].split()[0] for line in lines if line["kind"] == "trial"]
     assert [labels.count(tier) for tier in ("fast", "noise", "slow")] == [3, 2, 3]

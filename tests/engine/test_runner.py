@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import pytest
 import torch
 
+from tideforge.engine import graph
 from tideforge.engine.blocks import BlockPool
 from tideforge.engine.config import Limits, Settings
 from tideforge.engine.core import EngineCore
@@ -14,6 +16,7 @@ from tideforge.engine.executor import Sampled, step_arrays, step_scalars
 from tideforge.engine.local import LocalExecutor, LocalMemory
 from tideforge.engine.runner import GraphShape, StepTensors
 from tideforge.engine.scheduler import Request, Sampling
+from tideforge.errors import CandidateError
 
 
 class Padded:
@@ -105,6 +108,24 @@ def test_graphs_draw_the_tokens_of_the_plain_path(tiny, plain, tmp_path, decode_
     executor.runner._plainly = None  # no step may take it
     assert mixed(executor, settings, decode_steps) == expected
     assert all(graph.sampling is not None for graph in executor.runner.graphs.values())
+
+
+@pytest.mark.parametrize(
+    ("under_capture", "told"), [("forward_error", "capture_error"), ("out_of_memory", "out_of_memory")]
+)
+def test_what_fails_under_a_capture_alone_is_told_so(monkeypatch, under_capture, told) -> None:
+    for name in ("synchronize", "CUDAGraph", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
+    errors = iter([None, CandidateError(under_capture, "why")])
+
+    def step() -> None:
+        if (error := next(errors)) is not None:
+            raise error
+
+    with pytest.raises(CandidateError, match="why") as caught:
+        graph.record(step, torch.device("cuda"), None)
+    assert caught.value.outcome == told
 
 
 def test_greedy_steps_make_no_graph_for_sampling(tiny, plain, tmp_path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tideforge.engine import procfs, warden
 from tideforge.engine.forward import Forward
 from tideforge.engine.lab import worker_environment
 from tideforge.engine.spawn import Nursery
@@ -23,6 +24,14 @@ def build(ctx):
     return lambda batch: None
 """
 WITHOUT_NAMESPACES = "import tideforge.engine.guard as guard\nguard.enter_pid_namespace = lambda: False\n"
+
+
+def test_threads_of_a_driver_do_not_count(monkeypatch, tmp_path) -> None:
+    for thread, name in ((7, "python3"), (8, "cuda-EvtHandlr"), (9, "cuda00001c00008"), (10, "python3")):
+        (tmp_path / "7" / "task" / str(thread)).mkdir(parents=True)
+        (tmp_path / "7" / "task" / str(thread) / "comm").write_text(f"{name}\n")
+    monkeypatch.setattr(procfs, "PROC", str(tmp_path))
+    assert (procfs.threads(7), procfs.threads(7, warden.DRIVER), procfs.threads(6)) == (4, 2, 0)
 
 
 def sleepers(seconds: str) -> int:
