@@ -26,7 +26,7 @@ from tideforge.engine.lab import Lab
 from tideforge.engine.outcome import Figures, Outcome, Trial
 from tideforge.engine.prepared import Prepared, Spent
 from tideforge.engine.reference import Reference
-from tideforge.engine.service_config import ServiceConfig, for_bench, new_core
+from tideforge.engine.service_config import ServiceConfig, for_bench, in_runs, new_core
 from tideforge.engine.slow import SlowTier
 from tideforge.engine.staging import FAST, Staging
 from tideforge.errors import CandidateError, IncumbentLost
@@ -52,6 +52,7 @@ class Bench:
         self.bounds = self.reference.bounds(config.settings.dtype, self.corpus)
         self.arena = self.lab.arena("search-incumbent")
         self.step_timeout_s = 60.0
+        self.decode_s = 0.0  # of one step of the incumbent's
         self.incumbent, self.settings = Forward.load(config.incumbent), self.lab.settings
         self.incumbent_worker = self._start_incumbent()
         self._tune()
@@ -82,6 +83,7 @@ class Bench:
             b - a for answer in block.answers for a, b in zip((0.0, *answer.times_s), answer.times_s, strict=False)
         )
         self.step_timeout_s = max(MIN_STEP_TIMEOUT_S, STEP_TIMEOUT_FACTOR * longest)
+        self.decode_s = 1 / measure.user_tps([block])[0]
         worker.step_timeout_s = max(60.0, self.step_timeout_s)
         log_event(self.config.night, "incumbent_ready", forward=self.incumbent.id, seconds=time.perf_counter() - begin)
         return worker
@@ -98,7 +100,7 @@ class Bench:
             self.incumbent = self.incumbent.with_file(KNOBS, json.dumps(knobs, sort_keys=True) + "\n")
             self.incumbent.save(self.lab.settings.state / "forwards")
             tuning.write_tuned(self, served)
-        self.settings = self.lab.settings.with_knobs(knobs)
+        self.settings = in_runs(self.lab.settings.with_knobs(knobs), self.decode_s)
 
     def against_itself(self) -> float:
         """The ratio of the incumbent against itself in a fresh worker."""

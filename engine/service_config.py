@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 from tideforge.data.workload import Workload
@@ -13,7 +14,9 @@ from tideforge.engine.config import Settings, bucket
 from tideforge.engine.core import EngineCore
 from tideforge.engine.lab import LANE
 
-TRIAL_STEPS = 32  # decodes that are timed as one: some 50 ms on a GPU
+TRIAL_STEPS = 32  # decodes that are timed as one, at most
+BLOCK_S = 0.05  # seconds that they fill at least, where so many do
+LEAST_DECODE_S = 1e-6
 MOST_CAPTURED = 2048  # tokens of a prefill; beyond it the device is busy longer than the host needs to launch
 
 
@@ -94,6 +97,13 @@ def for_trials(settings: Settings, workload: Workload) -> Settings:
         settings, capture_rows=tuple(sorted(rows)), capture_tokens=tuple(tokens), capture_contexts=(context,),
         limits=dataclasses.replace(settings.limits, decode_steps=min(settings.limits.decode_steps, TRIAL_STEPS)),
     )  # fmt: skip
+
+
+def in_runs(settings: Settings, decode_s: float) -> Settings:
+    """With no more decodes timed as one than fill a block: more of them would make a trial of a large model long for nothing."""
+    enough = max(1, math.ceil(BLOCK_S / max(decode_s, LEAST_DECODE_S)))
+    limits = dataclasses.replace(settings.limits, decode_steps=min(settings.limits.decode_steps, enough))
+    return dataclasses.replace(settings, limits=limits)
 
 
 def for_bench(settings: Settings, workload: Workload) -> Settings:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from tideforge.data.workload import RequestShape, Workload
-from tideforge.engine.config import Settings
-from tideforge.engine.service_config import for_bench
+from tideforge.engine.config import Limits, Settings
+from tideforge.engine.service_config import for_bench, in_runs
 from tideforge.engine.spares import Spares
 
 
@@ -100,3 +100,10 @@ def test_on_a_gpu_spares_start_together_under_the_clock_when_none_is_left(tmp_pa
     with lab.clock():
         spares.restock()
     assert len(lab.starts) == 5, "some are left"
+
+
+def test_a_run_of_decodes_fills_a_block_and_no_more(tmp_path: Path) -> None:
+    settings = Settings(state=tmp_path, model=tmp_path, limits=Limits(decode_steps=32))
+    runs = [in_runs(settings, seconds).limits.decode_steps for seconds in (0.0001, 0.0017, 0.0145, 0.06)]
+    assert runs == [32, 30, 4, 1]
+    assert in_runs(dataclasses.replace(settings, limits=Limits()), 0.001).limits.decode_steps == 1
