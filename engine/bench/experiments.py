@@ -89,8 +89,7 @@ def figures(record: Record) -> list[Figure]:
                                         ("slow", False, 50.0, "2,800 an hour, 28 times")):  # fmt: skip
         readings = record.trials(tier)
         own, other = pace(record, tier, readings), beside.started(record, cold)
-        measuring_s = other.seconds_to(HALF_WIDTH, users) if other else None
-        theirs = other.first_token_s + measuring_s if other and measuring_s is not None else None
+        theirs = other.first_token_s + other.seconds_to(HALF_WIDTH, users) if other else None
         start = ("empty" if cold else "filled") + (other.within(record) if other else "")
         found += [
             Figure(f"{tier} tier: trials", len(readings), "", "120"),

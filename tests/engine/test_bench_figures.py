@@ -92,6 +92,7 @@ def test_vllm_needs_as_many_blocks_as_its_spread_asks_for() -> None:
     start = beside.Started(True, "default", 70.0, {1: {"block_s": blocks}}, "swap")
     assert start.seconds_to(0.01, 1) == pytest.approx((1.96 * 0.02 / 0.01) ** 2)
     assert start.seconds_to(0.5, 1) == pytest.approx(2.0)  # two blocks at least
+    assert start.seconds_to(0.01, 64) == 0.0  # it gave no readings of so many users
 
 
 def test_false_wins_are_counted(tmp_path: Path) -> None:
