@@ -45,7 +45,7 @@ class Bench:
     def __init__(self, config: ServiceConfig) -> None:
         self.config = config
         self.workload = Workload.read(config.workload)
-        self.lab = Lab(for_bench(config.settings, self.workload), config.night)
+        self.lab = Lab(for_bench(config.settings, self.workload, config.objective), config.night)
         self.layers = range(self.lab.config.num_hidden_layers)
         self.corpus = self.workload.corpus[: len(self.workload.corpus) // 2]
         self.reference = Reference.start(config.settings.model, config.settings.state, device=config.settings.device)

@@ -15,7 +15,7 @@ import random
 import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from tideforge.data.workload import RequestShape
 from tideforge.engine.blocks import BlockPool
@@ -125,6 +125,10 @@ class LoadBlock:
     def answers(self) -> tuple[Answer, ...]:
         return tuple(reply.answer for reply in self.replies)
 
+    @property
+    def block(self) -> Block:
+        return Block(self.seconds, self.answers)
+
     def ttft_s(self, share: float) -> float:
         """Seconds to the first token that `share` of the requests needed at most."""
         return percentile([answer.ttft_s for answer in self.answers], share)
@@ -132,7 +136,7 @@ class LoadBlock:
     @property
     def user_tps_p90(self) -> float:
         """90 % of the requests got their tokens at least that fast, first token excluded."""
-        return user_tps([Block(self.seconds, self.answers)])[1]
+        return user_tps([self.block])[1]
 
     @property
     def output_tps(self) -> float:
@@ -242,21 +246,28 @@ class Comparison:
     blocks: tuple[tuple[LoadBlock, LoadBlock], ...]  # a's and b's of each pair
 
 
-def measure_load(
-    a: Side, b: Side, load: Load, corpus: Sequence[int], pairs: int, most_s: float = math.inf
-) -> Comparison:
-    """Whole replays in turn, A B then B A (or the other way round), until there are so many pairs, or `most_s` are over.
+def replays(a: Side, b: Side, load: Load, corpus: Sequence[int]) -> Iterator[tuple[LoadBlock, LoadBlock]]:
+    """Pairs of whole replays without end, in turn: A B then B A, or the other way round.
 
     Both of a pair get the same arrivals, think times and text, drawn when the pair begins; the next pair gets fresh text, so
     no prefix is left from the last one. An open load is busy in bursts, and sides that run beside each other would share the
     device: hence whole replays, not step by step as `measure.lockstep`. Raises what the executors raise.
     """
-    first, blocks, end = secrets.randbelow(2), [], time.monotonic() + most_s
-    for number in range(pairs):
+    first = secrets.randbelow(2)
+    for number in itertools.count():
         script = draw_script(load, corpus, secrets.randbits(64))
         order = (a, b) if number % 2 == first else (b, a)
         found = {id(side): run_load(side, load, script) for side in order}
-        blocks.append((found[id(a)], found[id(b)]))
+        yield found[id(a)], found[id(b)]
+
+
+def measure_load(
+    a: Side, b: Side, load: Load, corpus: Sequence[int], pairs: int, most_s: float = math.inf
+) -> Comparison:
+    """Whole replays in turn, until there are so many pairs, or `most_s` are over. Raises what the executors raise."""
+    blocks, end = [], time.monotonic() + most_s
+    for pair in itertools.islice(replays(a, b, load, corpus), pairs):
+        blocks.append(pair)
         if time.monotonic() > end:
             break
     return compare(blocks)

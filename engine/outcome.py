@@ -44,9 +44,9 @@ UNJUDGED = frozenset({Outcome.CANCELLED, Outcome.NOT_MEASURED})  # these say not
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What a passed trial measured. Ratios are candidate / incumbent in output tokens/s, paired and interleaved."""
+    """What a passed trial measured. The ratio is of its objective, output tokens/s unless the night has another, paired."""
 
-    ratio: float
+    ratio: float  # above 1: the candidate is better
     ci_low: float
     ci_high: float
     pairs: int

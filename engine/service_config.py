@@ -13,10 +13,13 @@ from tideforge.engine.blocks import BlockPool
 from tideforge.engine.config import Settings, bucket
 from tideforge.engine.core import EngineCore
 from tideforge.engine.lab import LANE
+from tideforge.engine.load import fitting
+from tideforge.engine.objective import CONVERSATIONS_A_USER, Objective
 
 TRIAL_STEPS = 32  # decodes that are timed as one, at most
 BLOCK_S = 0.05  # seconds that they fill at least, where so many do
 LEAST_DECODE_S = 1e-6
+PLAIN = Objective()
 MOST_CAPTURED = 2048  # tokens of a prefill; beyond it the device is busy longer than the host needs to launch
 
 
@@ -28,7 +31,8 @@ class ServiceConfig:
     night: Path  # folder of this night: trials, events, tuned knobs
     incumbent: Path  # folder of the forward that serves
     workload: Path
-    passes: int = 2  # lockstep passes over the search part a trial takes at most
+    objective: Objective = PLAIN
+    passes: int = 2  # over the search part a trial takes at most
     trial_s: float = 60.0
     allow_imports: tuple[str, ...] = ()
     tune: bool = True
@@ -59,7 +63,9 @@ class ServiceConfig:
 
     def write(self, path: Path) -> None:
         paths = {name: str(getattr(self, name)) for name in ("night", "incumbent", "workload")}
-        raw = {**vars(self), **paths, "settings": self.settings.to_dict()}
+        raw = {
+            **vars(self), **paths, "settings": self.settings.to_dict(), "objective": dataclasses.asdict(self.objective),
+        }  # fmt: skip
         write_atomic(path, json.dumps(raw, indent=1))
 
     @classmethod
@@ -69,6 +75,7 @@ class ServiceConfig:
             **{
                 **raw,
                 "settings": Settings.from_dict(raw["settings"]),
+                "objective": Objective(**raw.get("objective", {})),
                 "night": Path(raw["night"]),
                 "incumbent": Path(raw["incumbent"]),
                 "workload": Path(raw["workload"]),
@@ -83,15 +90,16 @@ def new_core(settings: Settings) -> EngineCore:
     return EngineCore(settings.limits, BlockPool(settings.num_blocks, settings.block_size, prefix_cache=False))
 
 
-def for_trials(settings: Settings, workload: Workload) -> Settings:
-    """Fewer graphs than a server needs: all users at once, fewer as they finish, contexts up to the workload's longest."""
+def for_trials(settings: Settings, workload: Workload, objective: Objective = PLAIN) -> Settings:
+    """Fewer graphs than a server needs: all requests at once, fewer as they finish, contexts up to the workload's longest."""
     if not settings.capture_rows:
         return settings
     shapes = (*workload.search, *workload.held_out)
-    context = bucket(longest_context(workload))
-    rows = {workload.users, *(1 << power for power in range(workload.users.bit_length()))}
+    context = bucket(longest_context(workload, settings.limits.max_model_len))
+    users = requests_at_once(settings, workload, objective)
+    rows = {users, *(1 << power for power in range(users.bit_length()))}
     prompts = [shape.prompt_tokens for shape in shapes]
-    most = min(MOST_CAPTURED, bucket(workload.users * max(prompts)), bucket(settings.limits.max_num_batched_tokens))
+    most = min(MOST_CAPTURED, bucket(users * max(prompts)), bucket(settings.limits.max_num_batched_tokens))
     tokens = [1 << power for power in range(12) if bucket(min(prompts)) <= 1 << power <= most]
     return dataclasses.replace(
         settings, capture_rows=tuple(sorted(rows)), capture_tokens=tuple(tokens), capture_contexts=(context,),
@@ -106,16 +114,23 @@ def in_runs(settings: Settings, decode_s: float) -> Settings:
     return dataclasses.replace(settings, limits=limits)
 
 
-def for_bench(settings: Settings, workload: Workload) -> Settings:
+def for_bench(settings: Settings, workload: Workload, objective: Objective = PLAIN) -> Settings:
     """As for trials, with no more pages than they need twice: of the arenas of a bench there are many.
 
     Twice, so that a sequence does not always get the pages that the one before it left.
     """
-    each = -(-longest_context(workload) // settings.block_size) + 1
-    needed = 2 * workload.users * each + 1  # block 0 is the dummy page
-    return dataclasses.replace(for_trials(settings, workload), num_blocks=min(settings.num_blocks, needed))
+    each = -(-longest_context(workload, settings.limits.max_model_len) // settings.block_size) + 1
+    needed = 2 * requests_at_once(settings, workload, objective) * each + 1  # block 0 is the dummy page
+    return dataclasses.replace(for_trials(settings, workload, objective), num_blocks=min(settings.num_blocks, needed))
 
 
-def longest_context(workload: Workload) -> int:
-    """Tokens of the workload's longest request, its answer included."""
-    return max(shape.prompt_tokens + shape.output_tokens for shape in (*workload.search, *workload.held_out))
+def requests_at_once(settings: Settings, workload: Workload, objective: Objective) -> int:
+    """Most that a replay has under way: open arrivals wait for nobody."""
+    if objective.arrivals == "closed":
+        return workload.users
+    return min(CONVERSATIONS_A_USER * workload.users, settings.limits.max_num_seqs)
+
+
+def longest_context(workload: Workload, max_model_len: int) -> int:
+    """Tokens of the workload's longest conversation, its last answer included; turns that do not fit are left out."""
+    return max(fitting(shape, max_model_len).context_tokens for shape in (*workload.search, *workload.held_out))

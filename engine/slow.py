@@ -1,13 +1,12 @@
-"""The slow tier: a candidate with all its layers beside the incumbent, step by step in turn."""
+"""The slow tier: a candidate with all its layers beside the incumbent, in turn."""
 
 from __future__ import annotations
 
 import dataclasses
-import secrets
 import time
 from typing import TYPE_CHECKING
 
-from tideforge.engine import check, measure
+from tideforge.engine import check, measure, timing
 from tideforge.engine.memory import ITEM_BYTES
 from tideforge.engine.nvml import device_bytes
 from tideforge.engine.outcome import Figures, Outcome
@@ -21,11 +20,6 @@ if TYPE_CHECKING:
 WARM_REQUESTS = 4
 CHECKED_ANSWERS = 3
 COMPILED_STEP_S = 8.0  # a step's allowance when only kernels of other sizes than a dry run's can be left to compile
-HOPELESS = 0.97  # below this ratio after a pass, no further pass is spent
-MIN_PAIRS = 8  # of steps, before an interval decides anything: the spread of a few is luck
-PRECISE = 0.01  # half-width of the ratio's interval at which a trial ends
-
-Timed = tuple[list[tuple[measure.Block, measure.Block]], list[tuple[float, float]]]  # blocks, and pairs of step seconds
 
 
 class SlowTier:
@@ -37,7 +31,7 @@ class SlowTier:
     def evaluate(self, prepared: Prepared) -> Figures:
         bench, spent = self.bench, prepared.spent
 
-        def attempt() -> Timed:
+        def attempt() -> timing.Timed:
             bench.revive_incumbent()  # its worker may rehearse, which waits for the clock: not while we hold it
             with bench.exclusive(spent):
                 self._warm(prepared)
@@ -45,13 +39,12 @@ class SlowTier:
                 with spent.on("clock_s"):
                     return self._time(prepared)
 
-        blocks, pairs = bench.outlive(prepared, lambda: bench.incumbent_worker, attempt)
-        answers = [answer for _, block in blocks for answer in block.answers]
-        chosen = secrets.SystemRandom().sample(answers, min(CHECKED_ANSWERS, len(answers)))
+        timed = bench.outlive(prepared, lambda: bench.incumbent_worker, attempt)
         with spent.on("check_s"):
+            chosen = timed.to_check(CHECKED_ANSWERS)
             check.require_right(bench.reference, chosen, bench.layers, bench.bounds.logit_gap)
-        self._require_possible(min(b for _, b in pairs))
-        return measure.figures_of(measure.with_noise_floor(measure.ratio_of_steps(pairs), bench.noise), blocks)
+        self._require_possible(timed.fastest_step_s)
+        return measure.figures_of(measure.with_noise_floor(timed.ratio, bench.noise), timed.blocks)
 
     def _warm(self, prepared: Prepared) -> None:
         """Checked before it is timed, and its graphs captured; once, however often the incumbent dies."""
@@ -97,23 +90,15 @@ class SlowTier:
     def _side(self, prepared: Prepared) -> measure.Side:
         return measure.Side.of(prepared.forward.id, new_core(self.bench.settings), prepared.staged)
 
-    def _time(self, prepared: Prepared) -> Timed:
-        bench, candidate = self.bench, self._side(prepared)
-        blocks, pairs = [], []
+    def _time(self, prepared: Prepared) -> timing.Timed:
+        bench = self.bench
         prepared.device_bytes.clear()
         deadline = time.monotonic() + bench.config.trial_s
-        for _ in range(bench.config.passes):
-            incumbent = measure.Side.of(bench.incumbent.id, new_core(bench.settings), bench.incumbent_worker)
-            a, b, steps = measure.lockstep(incumbent, candidate, *bench.replay())
-            blocks.append((a, b))
-            pairs += steps
+        for timed in timing.passes(bench, prepared):
             self._note_memory(prepared)
-            found = measure.ratio_of_steps(pairs)
-            better = measure.with_noise_floor(found, bench.noise).low > 1
-            sure = len(pairs) >= MIN_PAIRS and (better or found.high - found.low < 2 * PRECISE)
-            if found.ratio < HOPELESS or sure or time.monotonic() > deadline:
-                break  # decided either way; the final score is another measurement
-        return blocks, pairs
+            if timed.decided(bench.noise) or time.monotonic() > deadline:
+                break
+        return timed
 
     def _note_memory(self, prepared: Prepared) -> None:
         """What both workers hold on the GPU, where the driver tells."""

@@ -59,6 +59,10 @@ class Staging:
         """Raises CandidateError for what can be seen before a worker is spent."""
         if (tier := prepared.trial.tier) not in TIERS:
             raise CandidateError("refused", f"there is no tier {tier!r}; take one of {', '.join(TIERS)}")
+        if tier == FAST and (figure := self.config.objective.maximize) != "output_tps":
+            raise CandidateError(
+                "refused", f"the fast tier measures layers' output_tps, not {figure}; submit to the slow tier"
+            )
         screen(prepared.forward, self.config.allow_imports)
         if prepared.forward.knobs != self.knobs:
             raise CandidateError("refused", f"knobs are frozen at the incumbent's best, {json.dumps(self.knobs)}")

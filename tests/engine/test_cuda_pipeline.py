@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tideforge.data.workload import RequestShape, Workload
-from tideforge.engine import nvml, slow
+from tideforge.engine import nvml, timing
 from tideforge.engine.bench.trials import KERNEL
 from tideforge.engine.config import Settings
 from tideforge.engine.doubles import tiny_llama
@@ -108,7 +108,7 @@ def test_candidates_compile_while_another_is_measured(tmp_path, end_keeper) -> N
 
 @pytest.mark.timeout(300)
 def test_memory_that_grows_on_the_device_is_an_outcome(tmp_path, end_keeper, monkeypatch) -> None:
-    monkeypatch.setattr(slow, "HOPELESS", 0.0)  # an allocation takes its time
+    monkeypatch.setattr(timing, "HOPELESS", 0.0)  # an allocation takes its time
     with opened(tmp_path, end_keeper, passes=6, capture_rows=(), capture_tokens=(), capture_contexts=()) as bench:
         if nvml.device_bytes(bench.incumbent_worker.pid) is None:
             pytest.skip("NVML does not show our processes here")

@@ -1,0 +1,75 @@
+"""What a measurement raises, and under which load: the endpoint's objective as trials and verification measure it.
+
+Output tokens/s of single requests are timed step by step, both sides in turn (`measure.lockstep`). Everything else needs whole
+replays of a load (`load.py`): a first token's wait is made by the requests around it, a later turn's by the prefix cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Sequence
+
+from tideforge.data.workload import RequestShape
+from tideforge.engine.load import Closed, Load, LoadBlock, Open, fitting
+from tideforge.engine.measure import Block, percentile, user_tps
+from tideforge.errors import UserError
+
+FIGURES = ("output_tps", "tps_per_user_p90", "ttft")  # the endpoint's fourth, cost, is output_tps on given hardware
+ARRIVALS = ("closed", "open")
+CONVERSATIONS_A_USER = 2  # of one replay of a load
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """`maximize` is one of FIGURES (ttft: P90, the less the better); users' pauses and arrivals count under open arrivals only."""
+
+    maximize: str = "output_tps"
+    arrivals: str = "closed"
+    pace: float = 1.0  # open arrivals: time runs so many times as fast as in the traffic
+
+    def __post_init__(self) -> None:
+        for field, value, known in (("maximize", self.maximize, FIGURES), ("arrivals", self.arrivals, ARRIVALS)):
+            if value not in known:
+                raise UserError(
+                    f"objective.{field}", f"{value!r} cannot be measured", f"choose one of {', '.join(known)}"
+                )
+        if not 0 < self.pace < math.inf:
+            raise UserError("objective.pace", f"{self.pace:g} is no pace", "give a number above 0")
+
+    def by_loads(self, part: Sequence[RequestShape]) -> bool:
+        """Whether a part of the workload is replayed as whole loads, and not step by step."""
+        return self.maximize != "output_tps" or self.arrivals != "closed" or any(shape.turns for shape in part)
+
+    def worth(self, block: Block | LoadBlock) -> float:
+        """The figure to raise: tokens/s, or for ttft one over seconds."""
+        if self.maximize == "ttft":
+            return 1 / percentile([answer.ttft_s for answer in block.answers], 0.9)
+        return user_tps([Block(block.seconds, block.answers)])[1] if self.maximize != "output_tps" else block.output_tps
+
+    def load_of(self, part: Sequence[RequestShape], users: int, longest: int, rng: random.Random) -> Load:
+        """A load of conversations drawn from the part: for open arrivals a stretch of them, from its first one on.
+
+        Turns that make a conversation longer than `longest` tokens are left out.
+        """
+        shapes = [fitting(shape, longest) for shape in part]
+        count = min(len(shapes), CONVERSATIONS_A_USER * users)
+        if self.arrivals == "closed":
+            return Closed(users, tuple(rng.sample(shapes, count)), pace=math.inf)
+        begin = rng.randrange(len(shapes) - count + 1)
+        stretch = shapes[begin : begin + count]
+        return Open(
+            tuple(dataclasses.replace(s, arrival_s=s.arrival_s - stretch[0].arrival_s) for s in stretch), self.pace
+        )
+
+    def scripted_s(self, part: Sequence[RequestShape], users: int) -> float:
+        """Seconds that the longest replay lasts however fast the engine is: arrivals and pauses; 0 for a closed load."""
+        if self.arrivals == "closed":
+            return 0.0
+        count = min(len(part), CONVERSATIONS_A_USER * users)
+        ends = [shape.arrival_s + sum(turn.think_s for turn in shape.turns) for shape in part]
+        longest = max(
+            max(ends[begin : begin + count]) - part[begin].arrival_s for begin in range(len(part) - count + 1)
+        )
+        return longest / self.pace
