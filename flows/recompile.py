@@ -88,6 +88,7 @@ def open_search(night: Handle, load: Handle) -> Handle:
 @task(task_run_name="agent-{number}", **STORED)
 def run_agent(night: Handle, session: Handle, number: int) -> Handle:
     """One agent: a process of its own with its own kill timer (Prefect cannot interrupt a mapped task that blocks)."""
+    from tideforge.tasks.objective import WORDS, measured
     from tideforge.tasks.search.search import run_agent as launch
     from tideforge.tasks.search.session import meanwhile
 
@@ -105,6 +106,7 @@ def run_agent(night: Handle, session: Handle, number: int) -> Handle:
         tokens=budget.tokens // share,
         sandbox=endpoint.sandbox,
         tier=str(session["tier"]),
+        figure=WORDS[measured(endpoint).maximize],
         meanwhile=meanwhile(run, endpoint, str(session["tier"])),
     )
     return report.model_dump(mode="json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -76,7 +77,13 @@ class AgentSpec(Strict):
 
 
 class Objective(Strict):
-    maximize: Literal["output_tps", "tps_per_user_p90", "ttft", "cost"] = "output_tps"
+    maximize: Literal["output_tps", "tps_per_user_p90", "ttft", "cost"] = Field(
+        default="output_tps", description="ttft is made less; cost is output_tps on the hardware that the endpoint has"
+    )
+    arrivals: Literal["closed", "open"] = Field(
+        default="closed", description="workload.users who never pause, or requests and turns when the traffic had them"
+    )
+    pace: float = Field(default=1.0, gt=0, lt=math.inf, description="open: so many times as fast as the traffic")
     ttft_p90_ms: float | None = None
     tpot_p90_ms: float | None = None
 

@@ -86,6 +86,12 @@ def noise_of(run: Run, search: Manifest) -> tuple[float, ...]:
     return found
 
 
+def searched_for(run: Run) -> str | None:
+    """The figure that the engine's trials raised, as it was started; None before that."""
+    path = run.folder / "service.json"
+    return str(_json(path).get("objective", {}).get("maximize", "output_tps")) if path.exists() else None
+
+
 def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
@@ -94,7 +100,7 @@ def _json(path: Path) -> Any:
 
 
 def held_out(pairs: Sequence[Sequence[float]], noise: Sequence[float]) -> measure.Interval:
-    """Ratio and interval of pairs of (incumbent, candidate) tokens/s, as verification computes them."""
+    """Ratio and interval of pairs of (incumbent, candidate), of which more is better, as verification computes them."""
     return measure.with_noise_floor(measure.interval([b / a for a, b in pairs]), noise)
 
 

@@ -79,7 +79,9 @@ class Night:
         if not raw or len(raw["pairs"]) < 2:
             return None
         incumbent, candidate = zip(*raw["pairs"], strict=True)
-        found = evidence.held_out(raw["pairs"], evidence.noise_of(self.run, self.manifests["search"]))
+        found = evidence.held_out(
+            raw.get("scores") or raw["pairs"], evidence.noise_of(self.run, self.manifests["search"])
+        )
         users = ("ttft_ms", "tps_per_user_p50", "tps_per_user_p90")
         return Figures(
             ratio=found.ratio,

@@ -13,6 +13,7 @@ from tideforge.engine.forward import Forward
 from tideforge.engine.release import Release
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.facts import Night, forward_folder
+from tideforge.tasks.objective import WORDS
 from tideforge.tasks.store import Run
 
 
@@ -37,8 +38,9 @@ def write_form(night: Night, endpoint: Endpoint, release: Release, diff_path: Pa
 def _gain(release: Release, verdict: Mapping[str, Any]) -> str:
     gain, pairs = release.gain, verdict["pairs"]
     before, after = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))
+    figure = WORDS[verdict.get("objective", "output_tps")]
     return (
-        f"**Gain: {gain.ratio} times** the incumbent's output tokens/s [{gain.ci_low}, {gain.ci_high}], "
+        f"**Gain: {gain.ratio} times** the incumbent's {figure} [{gain.ci_low}, {gain.ci_high}], "
         f"{gain.pairs} pairs on held-out requests (medians {before:.1f} → {after:.1f} tokens/s)"
     )
 

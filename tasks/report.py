@@ -2,7 +2,7 @@
 
 Fields (units in the names): service_starts, weight_loads, worker_starts count events of this night's engine;
 candidates counts the forwards whose trials ended, outcomes and tiers those trials; best_ratio with ci_low and ci_high is
-the finalist's held-out score;
+the finalist's held-out score, of held_out_objective; search_objective is what trials measured;
 idle_s_while_queued is time in which a candidate waited and none was evaluated; http_tps_before, http_tps_after and
 failed_requests come from the live server's A B B A; approved_by and decision from a signature that holds; shipped from
 the signed release on file and the server's own answer. search_s and wall_s are the clock of the nodes' manifests.
@@ -112,6 +112,8 @@ def compute(run: Run) -> dict[str, Any]:
         "served": served,
         "incumbent": incumbent,
         "finalist": found.finalist,
+        "search_objective": evidence.searched_for(run),
+        "held_out_objective": found.verdict.get("objective", "output_tps") if found.verdict else None,
         "best_ratio": score.ratio if score else None,
         "ci_low": score.ci_low if score else None,
         "ci_high": score.ci_high if score else None,

@@ -78,6 +78,7 @@ def node(name: str, endpoint_file: Path, state: Path | None, run_id: str, again:
 
 def search(run: Run, endpoint: Endpoint) -> Manifest:
     """The search without Prefect: agents side by side, each a process of its own, until the budget is spent."""
+    from tideforge.tasks.objective import WORDS, measured
     from tideforge.tasks.search.search import run_agent
     from tideforge.tasks.search.session import close_search, meanwhile, open_search, search_inputs
 
@@ -89,7 +90,8 @@ def search(run: Run, endpoint: Endpoint) -> Manifest:
             lambda spec: run_agent(
                 spec, session.workspaces / spec.name, session.socket, session.board, session.deadline,
                 dollars=endpoint.budget.dollars / share, tokens=endpoint.budget.tokens // share, sandbox=endpoint.sandbox,
-                tier=session.tier, meanwhile=meanwhile(run, endpoint, session.tier),
+                tier=session.tier, figure=WORDS[measured(endpoint).maximize],
+                meanwhile=meanwhile(run, endpoint, session.tier),
             ),
             endpoint.agents,
         )  # fmt: skip

@@ -167,6 +167,7 @@ class AgentTask(BaseModel):
     dollars: float = Field(default=0.0, ge=0)
     tokens: int = Field(default=0, ge=0)
     tier: Literal["slow", "fast"] = "slow"  # of the trials that it asks for
+    figure: str = "output tokens/s"  # that their ratio is of, in words
 
     @property
     def allowance(self) -> Allowance:

@@ -14,8 +14,8 @@ TERM_S = 2.0  # between SIGTERM and SIGKILL at the deadline
 
 
 class CommandAgent:
-    """Variables: TIDEFORGE_SOCKET, TIDEFORGE_BOARD, TIDEFORGE_NAME, TIDEFORGE_TIER (slow or fast), TIDEFORGE_INCUMBENT (a folder),
-    TIDEFORGE_DEADLINE.
+    """Variables: TIDEFORGE_SOCKET, TIDEFORGE_BOARD, TIDEFORGE_NAME, TIDEFORGE_TIER (slow or fast), TIDEFORGE_FIGURE (what the
+    ratio is of, in words), TIDEFORGE_INCUMBENT (a folder), TIDEFORGE_DEADLINE.
 
     `python -m tideforge.tasks.search.ask` submits and asks from a shell.
     """
@@ -40,6 +40,7 @@ class CommandAgent:
             "TIDEFORGE_BOARD": str(self.task.board),
             "TIDEFORGE_NAME": self.task.agent.name,
             "TIDEFORGE_TIER": self.task.tier,
+            "TIDEFORGE_FIGURE": self.task.figure,
             "TIDEFORGE_DEADLINE": f"{self.task.deadline:.3f}",
         }
 

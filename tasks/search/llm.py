@@ -22,7 +22,7 @@ checks that their tokens are right, and keeps none that is wrong. Make it as fas
 
 A candidate is a set of files; forward.py defines build(ctx) -> forward, and forward(batch) writes fp32 logits into \
 batch.logits. engine/contract.py says what ctx and batch hold. A forward may import torch, triton, math, typing and its \
-own files. Leave knobs.json as it is. The figure that counts is the ratio to the incumbent in output tokens/s with its \
+own files. Leave knobs.json as it is. The figure that counts is the ratio to the incumbent in the figure named below with its \
 95 % interval; only a lower end above 1 is a gain. The engine's clock is the only truth: do not guess, submit and read.
 
 Work in small steps: write_candidate, submit with your hypothesis, wait or read results, learn, go on from the best. \
@@ -110,4 +110,5 @@ def opening(workbench: Workbench) -> str:
     files = "\n\n".join(f"--- incumbent/{name}\n{text}" for name, text in workbench.incumbent.files.items())
     listing = "\n".join(workbench.listing())
     screened = SCREENED if workbench.tier == FAST else ""
-    return f"{screened}The incumbent:\n\n{files}\n\nFiles you may read:\n{listing}\n\n{workbench.results()}"
+    figure = f"The figure that counts: {workbench.figure}.\n\n"
+    return f"{figure}{screened}The incumbent:\n\n{files}\n\nFiles you may read:\n{listing}\n\n{workbench.results()}"

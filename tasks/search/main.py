@@ -31,7 +31,7 @@ def make_agent(task: AgentTask, engine: Engine) -> Agent:
         from tideforge.tasks.search.tools import Workbench
 
         model = make_model(spec)
-        workbench = Workbench(spec.name, engine, board, task.workspace, allowance, task.tier)
+        workbench = Workbench(spec.name, engine, board, task.workspace, allowance, task.tier, task.figure)
         return LLMAgent(model, workbench, allowance, task.workspace / "trajectory.json")
     from tideforge.tasks.search.command import CommandAgent
 

@@ -42,11 +42,12 @@ def run_agent(
     sandbox: str = "prefer",
     grace_s: float = GRACE_S,
     tier: str = SLOW,
+    figure: str = "output tokens/s",
     meanwhile: Callable[[], object] = lambda: None,
 ) -> AgentReport:
     """Runs one agent until it ends or `deadline` (seconds since the epoch) + grace_s, when it is killed with its children.
 
-    Its candidates are measured on `tier`; `meanwhile` is called every MEANWHILE_S as long as it runs.
+    Its candidates are measured on `tier`, by `figure`; `meanwhile` is called every MEANWHILE_S as long as it runs.
 
     UserError when `sandbox` is "require" and there is none for an agent that runs a model's or a stranger's commands.
     """
@@ -56,7 +57,7 @@ def run_agent(
     prefix = sandboxed(spec, workspace, socket, board, sandbox)
     task = AgentTask(
         agent=spec, workspace=workspace, socket=socket, board=board, deadline=deadline, dollars=dollars, tokens=tokens,
-        tier="fast" if tier == FAST else "slow",
+        tier="fast" if tier == FAST else "slow", figure=figure,
     )  # fmt: skip
     (workspace / REPORT).unlink(missing_ok=True)
     write_whole(workspace / TASK, task.model_dump_json(indent=1).encode())

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tideforge.data.files import sha256_file, write_whole
+from tideforge.data.workload import Workload
 from tideforge.engine.archive import read_trials
 from tideforge.engine.client import SOCKET, EngineClient, EngineControl
 from tideforge.engine.config import ModelConfig
@@ -24,6 +25,7 @@ from tideforge.errors import CandidateError, UserError
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.incumbent import incumbent_folder
 from tideforge.tasks.machine import floor_figures, noise_trials, other_cpus, settings_for
+from tideforge.tasks.objective import measured, require_short
 from tideforge.tasks.search.agent import AgentReport
 from tideforge.tasks.search.promote import Promotion
 from tideforge.tasks.search.search import finalist
@@ -52,12 +54,15 @@ def search_inputs(run: Run, endpoint: Endpoint) -> dict[str, str]:
         "budget": f"{budget.search_s:g} s, {budget.search_pairs} passes",
         "agents": agents,
         "tier": endpoint.search.tier,
+        "objective": repr(measured(endpoint)),
     }
 
 
 def tier_of(endpoint: Endpoint) -> tuple[str, str]:
-    """What the night screens on, and why it is not what the endpoint asks for: a model may be too short for two depths."""
+    """What the night screens on, and why it is not what the endpoint asks for: too short a model, or another objective."""
     if endpoint.search.tier == FAST:
+        if (figure := measured(endpoint).maximize) != "output_tps":
+            return SLOW, f"the fast tier measures layers' output_tps, not {figure}"
         try:
             depths_of(ModelConfig.load(endpoint.model))
         except CandidateError as error:
@@ -108,11 +113,13 @@ def service_config(
 ) -> ServiceConfig:
     """What an engine of this endpoint is started with; `night` is the folder of its archive."""
     bandwidth, cache = floor_figures(endpoint)
+    require_short(endpoint, Workload.read(workload))
     return ServiceConfig(
         settings=settings_for(endpoint),
         night=night,
         incumbent=incumbent,
         workload=workload,
+        objective=measured(endpoint),
         passes=endpoint.budget.search_pairs,
         noise_trials=noise_trials(endpoint),
         trial_s=endpoint.budget.trial_s,

@@ -67,10 +67,17 @@ class Workbench:
     """The environment of one llm agent: its candidate's files and its way to the engine and the board."""
 
     def __init__(
-        self, name: str, engine: Engine, board: Board, workspace: Path, allowance: Allowance, tier: str = SLOW
+        self,
+        name: str,
+        engine: Engine,
+        board: Board,
+        workspace: Path,
+        allowance: Allowance,
+        tier: str = SLOW,
+        figure: str = "output tokens/s",
     ) -> None:
         self.name, self.engine, self.board, self.allowance = name, engine, board, allowance
-        self.workspace, self.tier = workspace, tier
+        self.workspace, self.tier, self.figure = workspace, tier, figure
         self.incumbent: Forward = engine.incumbent()
         self.files: dict[str, str] = dict(self.incumbent.files)
         self.source = engine.source()

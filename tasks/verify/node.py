@@ -16,6 +16,7 @@ from typing import Any
 
 from tideforge.data.workload import RequestShape, Workload
 from tideforge.engine import check, measure
+from tideforge.engine import load as loads
 from tideforge.engine.compare import Bounds
 from tideforge.engine.config import Settings
 from tideforge.engine.evaluate import INCUMBENT_RETRIES, environment
@@ -23,16 +24,20 @@ from tideforge.engine.events import log_event
 from tideforge.engine.executor import RemoteExecutor
 from tideforge.engine.forward import Forward
 from tideforge.engine.lab import Lab
+from tideforge.engine.objective import Objective
 from tideforge.engine.reference import Reference
-from tideforge.engine.service_config import for_trials, new_core
+from tideforge.engine.service_config import PLAIN, for_trials, new_core
 from tideforge.errors import CandidateError, IncumbentLost, UserError
+from tideforge.tasks import evidence
 from tideforge.tasks.endpoint import Budget, Endpoint
 from tideforge.tasks.machine import settings_for
+from tideforge.tasks.objective import measured
 from tideforge.tasks.store import Manifest, Run
 from tideforge.tasks.verify.gates import GATES, Caught
 from tideforge.tasks.verify.plainness import beside_transformers
 from tideforge.tasks.verify.probe import POISON, Probe
 
+Replay = Callable[[str, RemoteExecutor], measure.Block]  # of a forward on its worker
 STEP_TIMEOUT_S = 60.0
 CHECKED_ANSWERS = 2  # of every timed block, besides the gates
 
@@ -48,7 +53,10 @@ class GateResult:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What verification says of one forward. `pairs` are output tokens/s of incumbent and candidate on held-out requests."""
+    """What verification says of one forward. `pairs` are output tokens/s of incumbent and candidate on held-out requests.
+
+    `ratio` is of `scores`, pairs of the objective's figure (engine/objective.py: more is better); () where `pairs` are that.
+    """
 
     forward: str
     incumbent: str
@@ -65,6 +73,8 @@ class Verdict:
     environment: dict[str, Any]
     cut: str = ""  # what was left out when the time was over, and the verdict stands without
     unverified: str = ""  # why there is no verdict, for reasons that are not the candidate's
+    objective: str = "output_tps"
+    scores: tuple[tuple[float, float], ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -119,10 +129,12 @@ class Trialled:
         candidate: Forward,
         workload: Workload,
         bounds: Bounds,
+        objective: Objective = PLAIN,
     ) -> None:
-        settings = for_trials(settings, workload)
+        settings = for_trials(settings, workload, objective)
         self.lab = Lab(settings, events)
         self.incumbent, self.candidate, self.workload, self.bounds = incumbent, candidate, workload, bounds
+        self.objective = objective
         self.corpus = workload.corpus[len(workload.corpus) // 2 :]
         self.layers = range(self.lab.config.num_hidden_layers)
         self.settings = settings.with_knobs(incumbent.knobs)
@@ -155,7 +167,7 @@ class Trialled:
 
     @property
     def _short(self) -> list[RequestShape]:
-        return [dataclasses.replace(shape, output_tokens=2) for shape in self.workload.held_out]
+        return [dataclasses.replace(shape, output_tokens=2, turns=()) for shape in self.workload.held_out]
 
     def timed_pair(self) -> None:
         pair = self._both(self.workload.held_out, turned=len(self.blocks) % 2 == 1)
@@ -180,13 +192,33 @@ class Trialled:
         raise IncumbentLost(f"the incumbent's worker died {INCUMBENT_RETRIES + 1} times")
 
     def _pair(self, part: Sequence[RequestShape], turned: bool = False) -> tuple[measure.Block, measure.Block]:
-        shapes, prompts = measure.draw_replay(part, self.workload.users, self.corpus, secrets.randbits(64))
+        replay = (self._load if self.objective.by_loads(part) else self._requests)(part)
         sides = [(self.incumbent.id, self.a), (self.candidate.id, self.b)]
-        blocks = {}
-        for forward, worker in reversed(sides) if turned else sides:
-            side = measure.Side.of(forward, new_core(self.settings), worker)
-            blocks[worker.pid] = measure.run_block(side.core, forward, shapes, prompts, self.workload.users)
+        order = reversed(sides) if turned else sides
+        blocks = {worker.pid: replay(forward, worker) for forward, worker in order}
         return blocks[self.a.pid], blocks[self.b.pid]
+
+    def _requests(self, part: Sequence[RequestShape]) -> Replay:
+        """Fresh requests, one a user, all at once."""
+        shapes, prompts = measure.draw_replay(part, self.workload.users, self.corpus, secrets.randbits(64))
+
+        def replay(forward: str, worker: RemoteExecutor) -> measure.Block:
+            side = measure.Side.of(forward, new_core(self.settings), worker)
+            return measure.run_block(side.core, forward, shapes, prompts, self.workload.users)
+
+        return replay
+
+    def _load(self, part: Sequence[RequestShape]) -> Replay:
+        """A fresh load of the objective's."""
+        longest = min(self.settings.limits.max_model_len, len(self.corpus) - 1)
+        load = self.objective.load_of(part, self.workload.users, longest, random.Random(secrets.randbits(64)))
+        script = loads.draw_script(load, self.corpus, secrets.randbits(64))
+
+        def replay(forward: str, worker: RemoteExecutor) -> measure.Block:
+            side = measure.Side.of(forward, loads.core_for(self.settings, load), worker)
+            return loads.run_load(side, load, script).block
+
+        return replay
 
 
 def run_gate(name: str, probe: Probe) -> GateResult:
@@ -212,12 +244,13 @@ def examine(
     progress: Callable[[str], None] = lambda line: None,
     now: Callable[[], float] = time.perf_counter,
     noise: Sequence[float] = (),
+    objective: Objective = PLAIN,
 ) -> Verdict:
     """All gates and the planned pairs, until the time is over: looked at before each. Never raises for what the candidate did.
 
     `noise`: log ratios of the incumbent against itself, as the search found them; they widen the interval.
     """
-    with contextlib.closing(Trialled(settings, events, incumbent, candidate, workload, bounds)) as trialled:
+    with contextlib.closing(Trialled(settings, events, incumbent, candidate, workload, bounds, objective)) as trialled:
         gates: list[GateResult] = []
         begin, cut, unverified = now(), "", ""
         try:
@@ -243,10 +276,11 @@ def examine(
 
 
 def _verdict(trialled: Trialled, gates: list[GateResult], noise: Sequence[float]) -> Verdict:
-    blocks = trialled.blocks
+    blocks, objective = trialled.blocks, trialled.objective
+    scores = [(objective.worth(a), objective.worth(b)) for a, b in blocks]
     score = measure.Interval(0.0, 0.0, 0.0, len(blocks))
     if len(blocks) > 1:
-        score = measure.with_noise_floor(measure.ratio_of(blocks), noise)
+        score = evidence.held_out(scores, noise)
     ours = [b for _, b in blocks]
     p50, p90 = measure.user_tps(ours) if ours else (0.0, 0.0)
     ttft = measure.percentile([answer.ttft_s for b in ours for answer in b.answers], 0.5) if ours else 0.0
@@ -257,6 +291,7 @@ def _verdict(trialled: Trialled, gates: list[GateResult], noise: Sequence[float]
         ratio=score.ratio, ci_low=score.low, ci_high=score.high,
         ttft_ms=1e3 * ttft, tps_per_user_p50=p50, tps_per_user_p90=p90,
         bound=trialled.bounds.logit_gap, weights_sha256=trialled.lab.weights_sha256, environment=environment(),
+        objective=objective.maximize, scores=() if objective.maximize == "output_tps" else tuple(scores),
     )  # fmt: skip
 
 
@@ -268,6 +303,7 @@ def verify(run: Run, endpoint: Endpoint) -> Manifest:
         "incumbent": str(search.extra["incumbent"]),
         "workload": run.need("workload").outputs["workload"].sha256,
         "plan": f"{plan.pairs} pairs, at least {plan.least}, in {plan.seconds:g} s",
+        "objective": repr(measured(endpoint)),
     }
     if (done := run.done("verify", inputs)) is not None:
         return done
@@ -284,6 +320,7 @@ def verify(run: Run, endpoint: Endpoint) -> Manifest:
         settings, run.folder, Forward.load(forwards / inputs["incumbent"]), candidate,
         Workload.read(run.path(run.need("workload"), "workload")), bounds_from(search.extra["bounds"]),
         plan, lambda line: log_event(run.folder, "verify", line=line), noise=search.extra["noise"],
+        objective=measured(endpoint),
     )  # fmt: skip
     log_event(run.folder, "verify", line="the incumbent's one-user decode beside transformers")
     plain = beside_transformers(settings, (forwards / str(search.extra["served"])).resolve())

@@ -173,6 +173,12 @@ ENDPOINTS: dict[str, tuple[Callable[[Callable[..., Path]], Path], str]] = {
         "launch: --model: is other, but the endpoint's model is ",
     ),
     "another engine": (field(launch="vllm serve m"), "launch: names vllm, which only `tideforge rank` knows"),
+    "unknown objective": (field(objective={"maximize": "joy"}), "objective.maximize: Input should be 'output_tps', "),
+    "unknown arrivals": (
+        field(objective={"arrivals": "late"}),
+        "objective.arrivals: Input should be 'closed' or 'open'",
+    ),
+    "no pace": (field(objective={"pace": 0}), "objective.pace: Input should be greater than 0"),
     "wrong type": (field(budget={"search_s": "long"}), "budget.search_s"),
     "unknown hardware": (field(hardware={"name": "h20o-sxm"}), "h20o-sxm"),
     "open quote": (field(launch="tideforge serve --model 'm"), "cannot be split"),

@@ -317,6 +317,7 @@ def test_a_model_is_told_which_tier_a_figure_is_of(llama: Any, tmp_path: Path) -
         Workbench("l", llama.engine(lambda text: 1.2), board, tmp_path, allowance, tier) for tier in ("slow", "fast")
     ]
     assert ["fast tier" in opening(bench) for bench in benches] == [False, True]
+    assert opening(benches[0]).startswith("The figure that counts: output tokens/s.")
     for bench, tier in zip(benches, ("slow", "fast"), strict=True):
         bench.write_candidate("# quicker\n" + bench.incumbent.files["forward.py"])
         assert bench.submit("fewer calls").endswith(f"on the {tier} tier")

@@ -19,6 +19,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tideforge.costmodel.rank import OBJECTIVES
+from tideforge.data.workload import RequestShape, Workload
+from tideforge.engine import objective as engine_objective
 from tideforge.engine.archive import read_trials
 from tideforge.engine.doubles import tiny_llama
 from tideforge.engine.events import read_events
@@ -27,9 +30,10 @@ from tideforge.engine.outcome import FAST, SLOW, Figures, Outcome, Trial
 from tideforge.errors import UserError
 from tideforge.flows.commands.nodes import search
 from tideforge.tasks.corpus import corpus_ids
-from tideforge.tasks.endpoint import Endpoint
+from tideforge.tasks.endpoint import Endpoint, Objective
 from tideforge.tasks.ingest import ingest
 from tideforge.tasks.night import open_night
+from tideforge.tasks.objective import WORDS, measured, require_short
 from tideforge.tasks.profile import profile, workload
 from tideforge.tasks.search import promote
 from tideforge.tasks.search.board import Board
@@ -181,6 +185,31 @@ def test_a_model_too_short_for_two_depths_is_searched_on_the_slow_tier(folder: P
     short = endpoint_in(folder, layers=1, tier=FAST)
     assert tier_of(short) == (SLOW, "1 layers are too few for two depths; submit to the slow tier")
     assert reserved_s(short, SLOW) == 0 and reserved_s(short, FAST) == 5
+
+
+def test_another_objective_than_tokens_is_searched_on_the_slow_tier(folder: Path) -> None:
+    endpoint = endpoint_in(folder, layers=4, tier=FAST)
+    first = endpoint.model_copy(update={"objective": Objective(maximize="ttft")})
+    assert tier_of(first) == (SLOW, "the fast tier measures layers' output_tps, not ttft")
+    cost = endpoint.model_copy(update={"objective": Objective(maximize="cost", arrivals="open", pace=3)})
+    assert tier_of(cost) == (FAST, "") and measured(cost) == engine_objective.Objective("output_tps", "open", 3)
+    assert set(WORDS) == set(engine_objective.FIGURES)
+    assert {"cost", *engine_objective.FIGURES} == set(OBJECTIVES)
+
+
+def test_open_arrivals_that_outlast_a_trial_are_refused_with_the_pace_that_they_need(folder: Path) -> None:
+    endpoint = endpoint_in(folder, layers=2, tier=SLOW)
+    shapes = tuple(RequestShape(6, 4, 10.0 * i) for i in range(8))
+    slow = Workload(users=2, search=shapes, held_out=shapes, corpus=(1,) * 99, profile="p", seed=0)
+    opened = {
+        pace: endpoint.model_copy(update={"objective": Objective(arrivals="open", pace=pace)}) for pace in (1.0, 60.0)
+    }
+    require_short(endpoint, slow)
+    require_short(opened[60.0], slow)
+    with pytest.raises(UserError) as caught:
+        require_short(opened[1.0], slow)
+    most_s = endpoint.budget.trial_s
+    assert str(caught.value).endswith(f"give a pace of {4 * 30 / most_s:.3g} or more") and "120 s" in str(caught.value)
 
 
 def test_the_tier_is_a_field_of_the_endpoint_file(folder: Path) -> None:

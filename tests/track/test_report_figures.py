@@ -37,7 +37,18 @@ def test_figures_come_from_trials_verdict_and_live_record(made: Any, nights: Any
         40.0,
         50.0,
     )
+    assert (facts["search_objective"], facts["held_out_objective"]) == (None, "output_tps")
     assert (facts["incumbent_vs_transformers_low"], facts["incumbent_vs_transformers_high"]) == (1.01, 1.08)
+
+
+def test_the_gain_is_of_the_objective_that_was_measured(made: Any) -> None:
+    scores = [[2.0, 3.0], [2.0, 3.2], [2.1, 3.0]]
+    (made.run.folder / "service.json").write_text(json.dumps({"objective": {"maximize": "ttft"}}))
+    raw = {**evidence.output(made.run, made.run.need("verify"), "verdict"), "objective": "ttft", "scores": scores}
+    made.run.finish("verify", {}, {"verdict": made.run.write_json("verdict", raw)}, {"passed": True})
+    facts = report.compute(made.run)
+    assert facts["search_objective"] == facts["held_out_objective"] == "ttft" and facts["finalist_tps"] == 130.0
+    assert facts["best_ratio"] == pytest.approx(interval([b / a for a, b in scores]).ratio)
 
 
 TELLING = {"finalist": "f" * 64, "incumbent": "e" * 64, "served": "e" * 64, "passed": False, "shipped": "f" * 64}

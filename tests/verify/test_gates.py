@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tideforge.data.workload import RequestShape, Workload
+from tideforge.data.workload import RequestShape, Turn, Workload
 from tideforge.engine.compare import Bounds
 from tideforge.engine.config import Limits, Settings
 from tideforge.engine.doubles import tiny_deepseek, tiny_llama
@@ -20,7 +20,9 @@ from tideforge.engine.evaluate import INCUMBENT_RETRIES
 from tideforge.engine.forward import Forward
 from tideforge.engine.lab import keeper_status
 from tideforge.engine.model_config import model_for
+from tideforge.engine.objective import Objective
 from tideforge.engine.reference import Reference
+from tideforge.tasks import evidence
 from tideforge.tasks.endpoint import Budget
 from tideforge.tasks.facts import why_failed
 from tideforge.tasks.verify.gates import DRAWS, GATES
@@ -156,6 +158,18 @@ def test_pairs_beyond_those_that_must_be_are_left_out_when_time_is_over(
     won = dataclasses.replace(verdict, ci_low=1.1)
     assert won.passed and reason(won).endswith(f"on 3 held-out pairs ({verdict.cut})")
     assert won.to_dict()["cut"] == verdict.cut
+
+
+def test_held_out_pairs_are_of_the_objective(bench: tuple[Settings, Workload], bounds: Bounds) -> None:
+    settings, workload = bench
+    talks = tuple(dataclasses.replace(shape, turns=(Turn(5, 3, 0.0),)) for shape in workload.held_out)
+    plan, workload = Plan(pairs=2, least=2, seconds=1e9), dataclasses.replace(workload, held_out=talks)
+    settings.state.mkdir(exist_ok=True)
+    seen = examine(settings, settings.state, PLAIN, PLAIN, workload, bounds, plan, objective=Objective("ttft"))
+    assert not seen.unverified and all(gate.passed for gate in seen.gates) and seen.objective == "ttft"
+    assert len(seen.scores) == len(seen.pairs) == 2 and seen.scores != seen.pairs
+    found = evidence.held_out(seen.scores, ())
+    assert (seen.ratio, seen.ci_low, seen.ci_high) == (found.ratio, found.low, found.high)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 4.0, len(GATES) + 1.0])

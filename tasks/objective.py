@@ -1,0 +1,36 @@
+"""An endpoint's objective as trials and held-out pairs measure it."""
+
+from __future__ import annotations
+
+from tideforge.data.workload import Workload
+from tideforge.engine.objective import Objective
+from tideforge.errors import UserError
+from tideforge.tasks.endpoint import Endpoint
+
+REPLAYS_A_PASS = 4  # A B B A
+WORDS = {
+    "output_tps": "output tokens/s",
+    "tps_per_user_p90": "P90 tokens/s per user",
+    "ttft": "speed to the first token (P90)",
+}
+
+
+def measured(endpoint: Endpoint) -> Objective:
+    """On hardware and layout that a night does not change, cost falls as output tokens/s rise."""
+    asked = endpoint.objective
+    maximize = "output_tps" if asked.maximize == "cost" else asked.maximize
+    return Objective(maximize, asked.arrivals, asked.pace)
+
+
+def require_short(endpoint: Endpoint, workload: Workload) -> None:
+    """Raises UserError where arrivals and pauses alone would make a pass of a trial longer than the trial may be."""
+    objective, most_s = measured(endpoint), endpoint.budget.trial_s
+    seconds = REPLAYS_A_PASS * max(
+        objective.scripted_s(part, workload.users) for part in (workload.search, workload.held_out)
+    )
+    if seconds > most_s:
+        raise UserError(
+            f"endpoint {endpoint.name}: objective.pace",
+            f"{objective.pace:g} makes four replays of open arrivals last {seconds:.0f} s, more than budget.trial_s, {most_s:g} s",
+            f"give a pace of {objective.pace * seconds / most_s:.3g} or more",
+        )
