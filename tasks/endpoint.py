@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -60,6 +60,9 @@ class Budget(Strict):
 class SearchSpec(Strict):
     tier: Literal["slow", "fast"] = Field(
         default="slow", description="what agents' candidates are measured on; from fast the best go on to slow"
+    )
+    devices: list[Annotated[str, Field(pattern=r"^(cpu|cuda:\d+)$")]] = Field(
+        default_factory=list, description="each measures candidates with an engine of its own; the server's if empty"
     )
 
 

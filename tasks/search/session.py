@@ -126,6 +126,7 @@ def service_config(
         allow_imports=tuple(endpoint.allow_imports),
         bandwidth_bytes_per_s=bandwidth,
         cache_bytes=cache,
+        devices=tuple(endpoint.search.devices),
         exit_at=exit_at,
     )
 

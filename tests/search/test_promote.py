@@ -38,7 +38,7 @@ from tideforge.tasks.profile import profile, workload
 from tideforge.tasks.search import promote
 from tideforge.tasks.search.board import Board
 from tideforge.tasks.search.promote import FEW, TWENTY, Promotion, promoted
-from tideforge.tasks.search.session import reserved_s, tier_of
+from tideforge.tasks.search.session import reserved_s, service_config, tier_of
 from tideforge.tasks.store import Run
 
 
@@ -218,10 +218,29 @@ def test_the_tier_is_a_field_of_the_endpoint_file(folder: Path) -> None:
     raw = yaml.safe_load(file.read_text())
     file.write_text(yaml.safe_dump({name: value for name, value in raw.items() if name != "search"}))
     assert Endpoint.load(file).search.tier == SLOW
-    for bad, named in ({"tier": "warp"}, "search.tier"), ({"teir": "fast"}, "search.teir"):
+    bads = (
+        ({"tier": "warp"}, "search.tier"),
+        ({"teir": "fast"}, "search.teir"),
+        ({"devices": ["gpu0"]}, "search.devices.0"),
+    )
+    for bad, named in bads:
         file.write_text(yaml.safe_dump({**raw, "search": bad}))
         with pytest.raises(UserError, match=named):
             Endpoint.load(file)
+
+
+def test_each_device_of_the_endpoint_gets_an_engine(folder: Path) -> None:
+    endpoint = endpoint_in(folder, layers=2, tier=SLOW)
+    shapes = (RequestShape(6, 4),)
+    written = folder / "w.json"
+    written.write_text(Workload(1, shapes, shapes, (1, 2), profile="", seed=0).to_json())
+
+    def lanes(devices: list[str]) -> list[str]:
+        chosen = endpoint.model_copy(update={"search": endpoint.search.model_copy(update={"devices": devices})})
+        config = service_config(chosen, folder, folder, written)
+        return [lane.settings.device for lane in config.lanes]
+
+    assert lanes([]) == ["cpu"] and lanes(["cuda:0", "cuda:1"]) == ["cuda:0", "cuda:1"]
 
 
 @pytest.mark.timeout(300)
