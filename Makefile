@@ -21,7 +21,7 @@ bench-moe: setup
 	@$(TIDEFORGE) report $(RUN) $(MOE) --json
 
 # The engine's own figures, on a GPU or small on the CPU. PART=swap (decode, experiments, tiers, harm, steady, noise, ship) is one
-# part, at most 8 minutes a call, and goes on where its last call ended; PART=merge shows all results. ARGS='--vllm PYTHON' sets
+# part, about 8 minutes a call, and goes on where its last call ended; PART=merge shows all results. ARGS='--vllm PYTHON' sets
 # vLLM beside. Readings lie in .bench/results (.bench-cpu/results).
 bench-engine: setup
 	@$(PY) -m tideforge.engine.bench $(or $(PART),all) --device cuda --state .bench $(ARGS)

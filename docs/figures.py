@@ -83,11 +83,11 @@ def gpu_table() -> str:
     gpu, driver = calls[0]["gpu"]["name"], calls[0]["gpu"]["driver_version"]
     commits, days = (sorted({call[name][:10] for call in calls}) for name in ("commit", "time"))
     rows = [
-        (f"{name}: {one['name']}", _with_unit(one), one["prediction"], one["goal"] + MET[one["met"]])
+        (f"{name}: {one['name']}", _with_unit(one), one["prediction"], one["goal"] + _verdict(one))
         for name, part in parts.items() for one in part["figures"] if one["goal"]
     ]  # fmt: skip
     head = (
-        f"`make bench-engine` on one {gpu}, driver {driver}, torch {calls[0]['torch']}, {', '.join(days)}, commit "
+        f"`make bench-engine` on {gpu}s, a part a GPU, driver {driver}, torch {calls[0]['torch']}, {', '.join(days)}, commit "
         f"{', '.join(commits)}; every figure that has a goal (all of them and their circumstances: `docs/records/engine_h200.json`):"
     )
     names = ("what", "seen", "predicted", "goal")
@@ -96,6 +96,13 @@ def gpu_table() -> str:
 
 
 MET = {True: ", met", False: ", **missed**", None: ""}
+
+
+def _verdict(figure: dict[str, Any]) -> str:
+    """Whether the goal was met; a bound that is neither met nor missed was read too seldom, or with too much noise."""
+    if figure["met"] is None and figure["value"] is not None and figure["goal"][:2] in ("<=", ">="):
+        return ", too few readings to say"
+    return MET[figure["met"]]
 
 
 def _with_unit(figure: dict[str, Any]) -> str:

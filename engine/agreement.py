@@ -71,4 +71,4 @@ def loss(measured: Sequence[Both], top: int) -> float:
 
 def floor_of(log_ratios: Sequence[float]) -> float:
     """The noise floor as it widens an interval around 1, from the incumbent's log ratios against itself; 0 without any."""
-    return measure.with_noise_floor(measure.Interval(1.0, 1.0, 1.0, 0), log_ratios).high - 1
+    return measure.noise_of(log_ratios)[1]

@@ -65,6 +65,7 @@ class Archive:
     def finish(self, trial: Trial) -> None:
         """Stores a trial's result, once."""
         assert trial.done
+        (self.root / trial.id).mkdir(parents=True, exist_ok=True)  # somebody may have removed it
         write_atomic(self.root / trial.id / "result.json", trial.to_json())
         self.trials[trial.id] = trial
 

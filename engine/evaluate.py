@@ -197,6 +197,8 @@ class Bench:
         if not self.incumbent_worker.alive:
             self.lab.release(self.incumbent_worker)
             self.incumbent_worker = self._start_incumbent()
+            with contextlib.suppress(CandidateError):  # it died again: whoever needs it sees that
+                self.noise = tuning.noise(self)
 
     def outlive(self, prepared: Prepared, incumbent: Callable[[], RemoteExecutor], attempt: Callable[[], T]) -> T:
         """Again from the start each time the incumbent's worker died meanwhile: the candidate is not to blame for that."""

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -74,11 +75,26 @@ class Forward:
         paths = sorted(p for p in folder.rglob("*") if p.suffix in (".py", ".json") and "__pycache__" not in p.parts)
         return cls({p.relative_to(folder).as_posix(): p.read_text() for p in paths})
 
+    def _is(self, folder: Path) -> bool:
+        """Whether it holds these files and no other, what an interpreter keeps beside them left out."""
+        paths = {
+            path.relative_to(folder): path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"
+        }
+        try:
+            return {name.as_posix(): path.read_text() for name, path in paths.items()} == dict(self.files)
+        except (OSError, ValueError):
+            return False
+
     def save(self, root: Path) -> Path:
-        """Writes the files under `root/<id>/` (Triton needs real files) and returns that folder. Atomic."""
+        """Writes the files under `root/<id>/` (Triton needs real files) and returns that folder. Atomic.
+
+        A folder whose files are others by now is replaced: whoever has the user's rights can write there.
+        """
         target = root / self.id
         if target.exists():
-            return target
+            if self._is(target):
+                return target
+            shutil.rmtree(target, ignore_errors=True)
         root.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=root))
         staging.chmod(0o755)
@@ -88,7 +104,5 @@ class Forward:
         try:
             os.rename(staging, target)
         except OSError:  # another process saved the same bytes first
-            import shutil
-
             shutil.rmtree(staging, ignore_errors=True)
         return target

@@ -19,6 +19,7 @@ from tideforge.data.workload import RequestShape
 from tideforge.engine.core import EngineCore
 from tideforge.engine.outcome import Figures
 from tideforge.engine.scheduler import Request
+from tideforge.errors import CandidateError
 
 if TYPE_CHECKING:
     from tideforge.engine.executor import Executor
@@ -34,6 +35,9 @@ _T95 = (
 _T99 = (
     31.821, 6.965, 4.541, 3.747, 3.365, 3.143, 2.998, 2.896, 2.821, 2.764, 2.718, 2.681, 2.650, 2.624, 2.602,
 )  # fmt: skip
+
+
+HANG_S, HANG_FACTOR = 2.0, 20.0  # b hangs when it takes longer than the larger of both, seconds and times a's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,21 +164,30 @@ def ratio_of(measured: Sequence[tuple[Block, Block]]) -> Interval:
     return interval([b.output_tps / a.output_tps for a, b in measured])
 
 
-def with_noise_floor(found: Interval, log_ratios: Sequence[float]) -> Interval:
-    """`found` widened by what workers of equal source differ by, lastingly: pairs of one worker pair do not show that.
+def noise_of(log_ratios: Sequence[float]) -> tuple[float, float]:
+    """(offset, floor) of log ratios of the incumbent against itself, each in a fresh worker; (0, 0) without any.
 
-    `log_ratios` are of the incumbent against itself, each in a fresh worker; their mean is known to be 0. Both errors are
-    independent, so half-widths add as squares. The floor's takes a one-sided 99 % quantile: a search looks at many candidates.
+    The offset is what the incumbent's own worker is lastingly off by: all its trials share it. The floor is how far one more worker
+    of equal source may lie from there: Student's prediction interval, s t sqrt(1 + 1/n), one-sided at 99 %, since a search looks at
+    many candidates.
     """
+    n = len(log_ratios)
+    if n < 2:
+        return 0.0, _T99[0] * sum(map(abs, log_ratios))
+    spread = statistics.stdev(log_ratios) * math.sqrt(1 + 1 / n)
+    return statistics.fmean(log_ratios), _T99[min(n - 1, len(_T99)) - 1] * spread
+
+
+def with_noise_floor(found: Interval, log_ratios: Sequence[float]) -> Interval:
+    """`found` without the offset, and widened by the floor: pairs of one worker pair show neither. Errors add as squares."""
     if not log_ratios:
         return found
-    spread = math.sqrt(statistics.fmean([value**2 for value in log_ratios]))
-    floor = _T99[min(len(log_ratios), len(_T99)) - 1] * spread * found.ratio
+    offset, floor = noise_of(log_ratios)
+    ratio, low, high = (value * math.exp(-offset) for value in (found.ratio, found.low, found.high))
     return dataclasses.replace(
-        found,
-        low=found.ratio - math.hypot(found.ratio - found.low, floor),
-        high=found.ratio + math.hypot(found.high - found.ratio, floor),
-    )
+        found, ratio=ratio, low=ratio - math.hypot(ratio - low, floor * ratio),
+        high=ratio + math.hypot(high - ratio, floor * ratio),
+    )  # fmt: skip
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -211,7 +224,7 @@ def lockstep(
     """Replays the same prompts on both, step by step in turn (A B, B A, ... or the other way round), all users at once.
 
     Returns both blocks and the seconds of each step pair: neighbours in time, so that a machine's drift cancels. A block's
-    clock counts its own steps only.
+    clock counts its own steps only. Raises CandidateError("hung") once b has taken HANG_FACTOR times as long as a.
     """
     lanes = [_Lane(side, shapes, prompts) for side in (a, b)]
     pairs: list[tuple[float, float]] = []
@@ -220,7 +233,14 @@ def lockstep(
         order = lanes if len(pairs) % 2 == first else lanes[::-1]
         spent = {id(lane): lane.step() for lane in order}
         pairs.append((spent[id(lanes[0])], spent[id(lanes[1])]))
+        _require_progress(*(lane.clock_s for lane in lanes))
     return lanes[0].block, lanes[1].block, pairs
+
+
+def _require_progress(a_s: float, b_s: float) -> None:
+    """Each of its answers may come in time and all of them late."""
+    if b_s > max(HANG_S, HANG_FACTOR * a_s):
+        raise CandidateError("hung", f"it took {b_s:.3g} s for what took the incumbent {a_s:.3g} s")
 
 
 class _Lane:

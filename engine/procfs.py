@@ -53,6 +53,16 @@ def tasks_in_all() -> int:
     return int(_text(f"{PROC}/loadavg").split()[3].partition("/")[2])
 
 
+def descends(pid: int, ancestor: int) -> bool:
+    """Whether `ancestor` started `pid`, or started what did."""
+    while pid > 1:
+        fields = _text(f"{PROC}/{pid}/stat").rpartition(")")[2].split()
+        pid = int(fields[1]) if fields else 0
+        if pid == ancestor:
+            return True
+    return False
+
+
 def threads(pid: int, driver: str = "") -> int:
     """Of a process; those whose name begins with `driver`, if that is given, do not count."""
     try:

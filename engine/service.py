@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import socket
+import struct
 import threading
 import traceback
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tideforge.engine import protocol
+from tideforge.engine import procfs, protocol
 from tideforge.engine.archive import write_atomic
 from tideforge.engine.client import CONTROL, SOCKET
 from tideforge.engine.evaluate import Bench
@@ -83,6 +84,11 @@ class Service:
 
     def _converse(self, connection: socket.socket, answer: Answer) -> None:
         with connection, contextlib.suppress(PeerGone):
+            if procfs.descends(peer_of(connection), os.getpid()):
+                protocol.send(
+                    connection, {"type": "error", "message": "the service takes nothing from its own workers"}
+                )
+                return
             while True:
                 request = protocol.recv(connection).header
                 try:
@@ -147,6 +153,12 @@ class Service:
         while self.incumbent is None:
             self.queue.until(lambda: self.incumbent is not None, WAIT_SLICE_S)
         return self.incumbent
+
+
+def peer_of(connection: socket.socket) -> int:
+    """The process id of who connected (unix(7), SO_PEERCRED)."""
+    pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(pid)
 
 
 def listen(path: Path) -> socket.socket:

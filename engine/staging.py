@@ -12,6 +12,7 @@ from typing import Any
 
 from tideforge.engine.depths import depths_of
 from tideforge.engine.events import log_event
+from tideforge.engine.forward import KNOBS
 from tideforge.engine.lab import Lab
 from tideforge.engine.prepared import Prepared
 from tideforge.engine.screen import screen
@@ -65,7 +66,8 @@ class Staging:
             )
         screen(prepared.forward, self.config.allow_imports)
         if prepared.forward.knobs != self.knobs:
-            raise CandidateError("refused", f"knobs are frozen at the incumbent's best, {json.dumps(self.knobs)}")
+            frozen = f"knobs are frozen at the incumbent's best, {json.dumps(self.knobs)}; put those into {KNOBS}"
+            raise CandidateError("refused", frozen)
 
     def _into_a_spare(self, prepared: Prepared) -> None:
         with prepared.spent.on("wait_s"):

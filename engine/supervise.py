@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from tideforge.engine.events import log_event
+from tideforge.engine.events import log_event, read_events
 from tideforge.engine.guard import die_with_parent
 from tideforge.engine.service_config import ServiceConfig
 
@@ -19,20 +19,26 @@ PAUSE_S = 0.5
 
 
 def supervise(config_path: Path) -> int:
-    """The service's exit code once it ended by itself; 70 when it died more than MAX_RESTARTS times."""
+    """The service's exit code once it ended by itself, or before it was ready; 70 when it died more than MAX_RESTARTS times."""
     config = ServiceConfig.read(config_path)
     command = [sys.executable, "-m", "tideforge.engine.service", "--config", str(config_path)]
     for _ in range(MAX_RESTARTS + 1):
+        ready = readied(config)
         with (config.night / "service.log").open("ab") as log:
             service = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=die_with_parent
             )
         code = service.wait()
-        if code >= 0:
+        if code == 0 or (code > 0 and readied(config) == ready):
             return code
-        log_event(config.night, "service_died", signal=signal.Signals(-code).name)
+        why = {"signal": signal.Signals(-code).name} if code < 0 else {"code": code}
+        log_event(config.night, "service_died", **why)
         time.sleep(PAUSE_S)
     return 70
+
+
+def readied(config: ServiceConfig) -> int:
+    return sum(event["event"] == "service_ready" for event in read_events(config.night))
 
 
 def main() -> None:

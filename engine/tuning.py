@@ -69,9 +69,7 @@ def best_knobs(bench: Bench) -> dict[str, Any]:
 
 
 def noise(bench: Bench) -> tuple[float, ...]:
-    """Log ratios of the incumbent against itself, each time in another fresh worker; of each device its own."""
-    path = bench.config.night / f"noise{bench.config.lane}.json"
-    if not path.exists():
-        ratios = [bench.against_itself() for _ in range(bench.config.noise_trials)]
-        write_atomic(path, json.dumps({"log_ratios": [math.log(ratio) for ratio in ratios]}))
-    return tuple(json.loads(path.read_text())["log_ratios"])
+    """Log ratios of the incumbent against itself, each time in another fresh worker; of each worker of the incumbent its own."""
+    logs = [math.log(bench.against_itself()) for _ in range(bench.config.noise_trials)]
+    write_atomic(bench.config.night / f"noise{bench.config.lane}.json", json.dumps({"log_ratios": logs}))
+    return tuple(logs)

@@ -15,6 +15,7 @@ import resource
 import select
 import socket
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -71,6 +72,7 @@ def _plane(pages: Tensor, layout: memory.ArenaLayout, layer: int, values: bool) 
 
 def load_forward(folder: Path, ctx: contract.Context) -> contract.ForwardFn:
     """Imports `folder/forward.py` and builds it. Raises CandidateError with the outcome that was observed."""
+    sys.pycache_prefix = tempfile.gettempdir()  # this worker's own folder: nobody's compiled files are taken for these
     sys.path.insert(0, str(folder))
     spec = importlib.util.spec_from_file_location("forward", folder / "forward.py")
     assert spec is not None and spec.loader is not None

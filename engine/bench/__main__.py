@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -40,6 +41,7 @@ PARTS: dict[str, Part] = {
 def main() -> None:
     args = arguments()
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(args.gpu))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what a part has started ends with it
     try:
         with opened(args.state) as state:
             sys.exit(run(args, state))
@@ -50,6 +52,10 @@ def main() -> None:
 
 def run(args: argparse.Namespace, state: Path) -> int:
     """1 if a part failed; what it had measured by then is shown like the rest."""
+    if args.device == "cuda" and args.part != "merge" and detected() != "cuda":
+        raise UserError(
+            "--device", "is cuda, and torch sees no GPU here", "run it where there is one, or with --device cpu"
+        )
     names = list(PARTS) if args.part == "all" else [] if args.part == "merge" else [args.part]
     problems = [f"{name}: {problem}" for name in names if (problem := measured(args, state, name))]
     shown = {name: Record(state / "results", name) for name in (PARTS if args.part in ("all", "merge") else names)}
@@ -124,6 +130,8 @@ def arguments() -> argparse.Namespace:
 @contextlib.contextmanager
 def opened(state: Path | None) -> Iterator[Path]:
     if state is not None:
+        if state.exists() and not state.is_dir():
+            raise UserError("--state", f"{state} is not a folder", "name a folder, or none")
         state.mkdir(parents=True, exist_ok=True)
         yield state.resolve()
         return

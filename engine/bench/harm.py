@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from tideforge.engine.bench import harmful, trials
 from tideforge.engine.bench.job import HARM, TINY, Job, Load
@@ -81,21 +82,18 @@ def fitted(forward: Forward, job: Job, record: Record, index: int) -> Forward:
 
 def figures(record: Record) -> list[Figure]:
     pairs, bad, good = record.of("pair"), record.trials("bad"), record.trials("good")
-    counts = record.of("counts")
-    waits = [
-        max(0.0, after.timed_by - before.ended_at) for before, after in zip(bad, good, strict=False) if after.passed
-    ]
-    ends = [
-        max(0.0, after.ended_at - before.ended_at) for before, after in zip(bad, good, strict=False) if after.passed
-    ]
+    counts, couples = record.of("counts"), list(paired(record))
+    recovered = [(before, after) for _, before, after in couples if before and after and after.passed]
+    waits = [max(0.0, after.timed_by - before.ended_at) for before, after in recovered]
+    ends = [max(0.0, after.ended_at - before.ended_at) for before, after in recovered]
     lost = sum(bool(pair["lost"]) for pair in pairs) + sum(not reading.passed for reading in good)
     restarts = sum(line["service_start"] - 1 + line["service_died"] for line in counts)
     told = collections.Counter(str(reading.trial.outcome) for reading in bad)
     wrong = [
         f"{pair['harm']} in {pair['phase']}: {reading.trial.outcome}, not {' or '.join(pair['expected'])} "
         f"({reading.trial.message[:100]})"
-        for pair, reading in zip(pairs, bad, strict=False)
-        if str(reading.trial.outcome) not in pair["expected"]
+        for pair, reading, _ in couples
+        if reading and str(reading.trial.outcome) not in pair["expected"]
     ]
     return [
         Figure("harmful candidates", len(bad), "", "three times 45 kinds"),
@@ -113,9 +111,19 @@ def figures(record: Record) -> list[Figure]:
         Figure("harmful trial, median", quantile(list(map(_seconds, bad)), 0.5), "s", "1.0"),
         Figure("harmful trial, longest", max(map(_seconds, bad), default=None), "s", "8"),
         Figure("outcomes", ", ".join(f"{count} {name}" for name, count in told.most_common()) or None, "", ""),
-        Figure("other outcomes than expected", len(wrong), "", "3: a left thread a round"),
+        Figure.at_most("other outcomes than expected", len(wrong) if bad else None, "", "3: a left thread a round", 0),
         *(Figure("", text, "", "") for text in wrong),
     ]
+
+
+def paired(record: Record) -> Iterator[tuple[dict[str, Any], Reading | None, Reading | None]]:
+    """Each pair's line with the bad and the good reading before it; None for one that was lost."""
+    seen: dict[str, Reading] = {}
+    for line in record.lines:
+        if line["kind"] == "trial":
+            seen[line["label"]] = Reading.of_line(line)
+        elif line["kind"] == "pair":
+            yield line, seen.pop("bad", None), seen.pop("good", None)
 
 
 def _seconds(reading: Reading) -> float:

@@ -30,7 +30,10 @@ GPU_QUERY = (
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """One line of a table. `prediction` was written before the first reading; `met` is None where there is no goal."""
+    """One line of a table. `prediction` was written before the first reading.
+
+    `met` is None where there is no goal, or not `enough` readings to call it met.
+    """
 
     name: str
     value: Value
@@ -40,8 +43,11 @@ class Figure:
     met: bool | None = None
 
     @classmethod
-    def at_most(cls, name: str, value: float | None, unit: str, prediction: str, goal: float) -> Figure:
-        return cls(name, value, unit, prediction, f"<= {goal:g}", None if value is None else value <= goal)
+    def at_most(
+        cls, name: str, value: float | None, unit: str, prediction: str, goal: float, enough: bool = True
+    ) -> Figure:
+        met = None if value is None else value <= goal
+        return cls(name, value, unit, prediction, f"<= {goal:g}", None if met and not enough else met)
 
     @classmethod
     def at_least(cls, name: str, value: float | None, unit: str, prediction: str, goal: float) -> Figure:

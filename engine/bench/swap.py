@@ -13,12 +13,13 @@ from tideforge.engine.bench.report import Figure, Reading, Record, failures, qua
 from tideforge.engine.bench.running import Plan, running
 
 LOAD = Load("llama-3.2-1b", users=1, prompt=32, output=128, passes=2)
+SOURCES = 200
 RESTARTS = 3
 TRIAL_S = 5.0  # a trial begins only while so much time is left
 
 
 def measure(job: Job, record: Record) -> None:
-    plan, wanted = Plan(job.load(LOAD, TINY)), job.count(200, 5)
+    plan, wanted = Plan(job.load(LOAD, TINY)), job.count(SOURCES, 5)
     restarts = RESTARTS if job.on_gpu else 1
     while job.left_s > TRIAL_S and (len(record.of("restart")) < restarts or len(swaps(record)) < wanted):
         with running(job, record, plan) as service:
@@ -44,14 +45,14 @@ def figures(record: Record) -> list[Figure]:
     plain, kernel = ([r.swap_s for r in record.trials(f"swap {kind}") if r.passed] for kind in ("plain", "kernel"))
     restarts = [line["seconds"] for line in record.of("restart")]
     own = statistics.median(restarts) if restarts else None
-    swap = quantile(plain, 0.5)
+    swap, enough = quantile(plain, 0.5), len(swaps(record)) >= SOURCES
     found = [
         Figure("sources", len(swaps(record)), "", "200, of them 67 with a new kernel"),
         failures("that did not pass", swaps(record)),
-        Figure.at_most("no new kernel, median", swap, "s", "0.45", 0.5),
-        Figure.at_most("no new kernel, P99", quantile(plain, 0.99), "s", "0.9", 0.5),
-        Figure.at_most("a new kernel, median", quantile(kernel, 0.5), "s", "0.9", 3),
-        Figure.at_most("a new kernel, P99", quantile(kernel, 0.99), "s", "2.0", 3),
+        Figure.at_most("no new kernel, median", swap, "s", "0.45", 0.5, enough),
+        Figure.at_most("no new kernel, P99", quantile(plain, 0.99), "s", "0.9", 0.5, enough),
+        Figure.at_most("a new kernel, median", quantile(kernel, 0.5), "s", "0.9", 3, enough),
+        Figure.at_most("a new kernel, P99", quantile(kernel, 0.99), "s", "2.0", 3, enough),
         Figure("restart of this engine", own, "s", "22"),
         Figure("restart / swap", _over(own, swap), "times", "50"),
     ]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+from pathlib import Path
 
 import pytest
 
@@ -69,3 +70,13 @@ def test_a_forwards_id_covers_every_file_and_name():
 def test_bundles_that_reach_outside_are_refused(files):
     with pytest.raises(CandidateError):
         Forward(files)
+
+
+def test_a_saved_forward_that_somebody_changed_is_written_again(tmp_path: Path) -> None:
+    forward = Forward({"forward.py": "def build(ctx): ...\n", "knobs.json": "{}"})
+    folder = forward.save(tmp_path)
+    assert forward.save(tmp_path) == folder and Forward.load(folder) == forward
+    for name, text in (("forward.py", "raise SystemExit"), ("math.so", "another one's"), ("more.py", "")):
+        (folder / name).write_text(text)
+        assert {path.name for path in forward.save(tmp_path).iterdir()} == {"forward.py", "knobs.json"}
+        assert Forward.load(folder) == forward

@@ -112,7 +112,8 @@ def test_the_incumbent_against_itself_is_kept_in_the_nights_folder(bench) -> Non
     bench.config = dataclasses.replace(bench.config, noise_trials=2)
     noise = tier._measure_noise()
     assert len(noise) == 2 and all(abs(value) < 1 for value in noise)
-    assert tier._measure_noise() == noise == tuple(json.loads(path.read_text())["log_ratios"])
+    assert noise == tuple(json.loads(path.read_text())["log_ratios"])
+    assert tier._measure_noise() != noise, "each start of the incumbent has an offset of its own"
 
 
 @dataclasses.dataclass
@@ -191,5 +192,5 @@ def test_figures_are_of_the_layers_between_and_of_the_larger_depth() -> None:
     timed.blocks[1], timed.blocks[3] = [(small, small)], [(large, large)]
     found = figures(timed, (), 3)
     assert found.ratio == pytest.approx(2.0) and found.pairs == 6 and found.candidate_tps == pytest.approx(2.0)
-    wide = figures(timed, (0.01,) * 8, 3)
-    assert wide.ratio == found.ratio and wide.ci_high - wide.ci_low > 0.1
+    wide = figures(timed, (0.01, -0.01) * 4, 3)
+    assert wide.ratio == pytest.approx(found.ratio) and wide.ci_high - wide.ci_low > 0.1

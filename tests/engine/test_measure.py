@@ -11,6 +11,7 @@ from tideforge.engine.blocks import BlockPool
 from tideforge.engine.config import Limits
 from tideforge.engine.core import EngineCore
 from tideforge.engine.executor import Sampled
+from tideforge.errors import CandidateError
 
 
 class Counting:
@@ -100,18 +101,29 @@ def test_what_equal_workers_differ_by_widens_an_interval():
     found = measure.Interval(1.02, 1.015, 1.025, 10)
     assert measure.with_noise_floor(found, ()) == found
     wide = measure.with_noise_floor(found, (0.007, -0.007, 0.007, -0.007, 0.007, -0.007, 0.007, -0.007))
-    floor = 2.896 * 0.007 * 1.02
+    floor = 2.998 * 0.007 * (8 / 7) ** 0.5 * (9 / 8) ** 0.5 * 1.02  # Student's prediction interval, one-sided 99 %
     assert wide.low == pytest.approx(1.02 - (0.005**2 + floor**2) ** 0.5) and wide.low < 1
     assert wide.high == pytest.approx(1.02 + (0.005**2 + floor**2) ** 0.5)
-    assert (wide.ratio, wide.pairs) == (1.02, 10)
+    assert wide.ratio == pytest.approx(1.02) and wide.pairs == 10
 
 
-def test_of_equal_workers_few_claim_a_win():
+@pytest.mark.parametrize("offset", [0.0, 0.011, -0.011])
+def test_of_equal_workers_few_claim_a_win(offset):
+    """Also where the incumbent's worker is lastingly off, which every trial beside it shares."""
     rng = random.Random(3)
     wins = 0
     for _ in range(300):
-        noise = [rng.gauss(0, 0.0075) for _ in range(8)]
-        lasting = rng.gauss(0, 0.0075)
+        noise = [rng.gauss(offset, 0.0075) for _ in range(8)]
+        lasting = rng.gauss(offset, 0.0075)
         pairs = [(1.0, math.exp(-lasting - rng.gauss(0, 0.01))) for _ in range(10)]
         wins += measure.with_noise_floor(measure.ratio_of_steps(pairs), noise).low > 1
     assert wins <= 9
+
+
+def test_a_side_whose_every_answer_dawdles_hangs() -> None:
+    measure._require_progress(0.01, 1.9)
+    measure._require_progress(5.0, 99.0)
+    for a, b in ((0.01, 2.1), (5.0, 101.0)):
+        with pytest.raises(CandidateError, match="for what took the incumbent") as caught:
+            measure._require_progress(a, b)
+        assert caught.value.outcome == "hung"

@@ -175,6 +175,31 @@ def test_an_agents_socket_ends_nothing(night):
         call(path, {"type": "trials"}, patience_s=0)
 
 
+def test_a_candidates_worker_gets_no_answer_from_either_socket(night):
+    client, folder = night
+    client.incumbent()
+    asks = (
+        "\n\nplain = build\n\ndef build(ctx):\n    seen = __import__('tideforge.engine.client', fromlist=['call'])\n"
+        f"    for path, kind in (({str(folder / 's' / CONTROL)!r}, 'stop'), ({str(client.path)!r}, 'queue')):\n"
+        "        try:\n            seen.call(__import__('pathlib').Path(path), {'type': kind, 'message': ''}, patience_s=0)\n"
+        "        except Exception as error:\n            assert 'own workers' in str(error), error\n"
+        "        else:\n            raise AssertionError('it answered')\n    return plain(ctx)\n"
+    )
+    done = client.wait(client.submit(variant(client, asks)), 60)
+    assert done.outcome is Outcome.PASSED, done.message
+    assert client.wait(client.submit(variant(client, "\n# after it\n")), 60).outcome is Outcome.PASSED
+
+
+def test_a_service_whose_keeper_is_killed_starts_again(night):
+    client, folder = night
+    client.incumbent()
+    assert client.wait(client.submit(variant(client, "\n# 1\n")), 60).outcome is Outcome.PASSED
+    os.kill(keeper_status(folder / "s")["pid"], signal.SIGKILL)
+    assert client.wait(client.submit(variant(client, "\n# 2\n")), 90).outcome is Outcome.PASSED
+    events = [event["event"] for event in read_events(folder)]
+    assert events.count("service_died") >= 1 and events.count("service_start") == events.count("service_died") + 1
+
+
 def test_nobody_there_is_one_line_with_the_remedy(tmp_path):
     with pytest.raises(UserError, match="no engine answers there"):
         EngineClient(Path(tmp_path) / "engine.sock", patience_s=0).queue()

@@ -29,15 +29,17 @@ def test_every_figure_with_a_goal_is_shown(figures: ModuleType, tmp_path: Path) 
         {"name": "swap, median", "value": 0.4321, "unit": "s", "prediction": "0.3", "goal": "<= 0.5", "met": True},
         {"name": "ratio", "value": 1234.5, "unit": "times", "prediction": "9", "goal": ">= 2000", "met": False},
         {"name": "no goal", "value": 1, "unit": "", "prediction": "1", "goal": "", "met": None},
+        {"name": "few", "value": 2.0, "unit": "s", "prediction": "1", "goal": "<= 3", "met": None},
         {"name": "missing", "value": None, "unit": "s", "prediction": "1", "goal": ">= 1", "met": None},
     ]
     record = {"record": {}, "figures": {"swap": {"environment": [call, call], "seconds": [1.0], "figures": shown}}}
     (tmp_path / "engine_h200.json").write_text(json.dumps(record))
     head, _, _, _, *rows = figures.gpu_table().splitlines()
-    assert "NVIDIA H200, driver 580.1" in head and "2026-12-01, commit 0123456789;" in head
+    assert "NVIDIA H200s, a part a GPU, driver 580.1" in head and "2026-12-01, commit 0123456789;" in head
     assert rows == [
         "| swap: swap, median | 0.432 s | 0.3 | <= 0.5, met |",
         "| swap: ratio | 1,234 times | 9 | >= 2000, **missed** |",
+        "| swap: few | 2 s | 1 | <= 3, too few readings to say |",
         "| swap: missing | not measured | 1 | >= 1 |",
     ]
 
