@@ -179,15 +179,29 @@ def noise_of(log_ratios: Sequence[float]) -> tuple[float, float]:
 
 
 def with_noise_floor(found: Interval, log_ratios: Sequence[float]) -> Interval:
-    """`found` without the offset, and widened by the floor: pairs of one worker pair show neither. Errors add as squares."""
-    if not log_ratios:
-        return found
+    """`found` beside the incumbent's worker that `log_ratios` are of: without its offset, and widened by the floor, since pairs of
+    one worker pair show neither."""
     offset, floor = noise_of(log_ratios)
-    ratio, low, high = (value * math.exp(-offset) for value in (found.ratio, found.low, found.high))
-    return dataclasses.replace(
-        found, ratio=ratio, low=ratio - math.hypot(ratio - low, floor * ratio),
-        high=ratio + math.hypot(high - ratio, floor * ratio),
-    )  # fmt: skip
+    off = math.exp(-offset)
+    return _widened(Interval(found.ratio * off, found.low * off, found.high * off, found.pairs), floor)
+
+
+def between_fresh_workers(found: Interval, log_ratios: Sequence[float]) -> Interval:
+    """`found` beside another worker of the incumbent, whose offset nobody knows: two workers are off, not one, so the floor is
+    s t sqrt(2) with the spread s of `log_ratios` about their mean."""
+    n = len(log_ratios)
+    return _widened(found, noise_of(log_ratios)[1] * (math.sqrt(2 / (1 + 1 / n)) if n > 1 else 1.0))
+
+
+def _widened(found: Interval, floor: float) -> Interval:
+    """Errors that have nothing to do with each other add as squares."""
+    if floor == 0:
+        return found
+    low, high = (
+        math.hypot(found.ratio - found.low, floor * found.ratio),
+        math.hypot(found.high - found.ratio, floor * found.ratio),
+    )
+    return dataclasses.replace(found, low=found.ratio - low, high=found.ratio + high)
 
 
 def percentile(values: Sequence[float], share: float) -> float:

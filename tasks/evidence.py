@@ -100,8 +100,9 @@ def _json(path: Path) -> Any:
 
 
 def held_out(pairs: Sequence[Sequence[float]], noise: Sequence[float]) -> measure.Interval:
-    """Ratio and interval of pairs of (incumbent, candidate), of which more is better, as verification computes them."""
-    return measure.with_noise_floor(measure.interval([b / a for a, b in pairs]), noise)
+    """Ratio and interval of pairs of (incumbent, candidate), of which more is better, as verification computes them: both in
+    workers of its own."""
+    return measure.between_fresh_workers(measure.interval([b / a for a, b in pairs]), noise)
 
 
 def missing_gates(verdict: Mapping[str, Any]) -> list[str]:

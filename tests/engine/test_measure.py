@@ -107,6 +107,14 @@ def test_what_equal_workers_differ_by_widens_an_interval():
     assert wide.ratio == pytest.approx(1.02) and wide.pairs == 10
 
 
+def test_beside_another_worker_of_the_incumbent_no_offset_is_known() -> None:
+    found = measure.Interval(1.02, 1.015, 1.025, 10)
+    assert measure.between_fresh_workers(found, ()) == found
+    wide = measure.between_fresh_workers(found, [0.011 + sign * 0.007 for sign in (1, -1) * 4])
+    floor = 2.998 * 0.007 * (8 / 7) ** 0.5 * 2**0.5 * 1.02
+    assert wide.ratio == 1.02 and wide.low == pytest.approx(1.02 - (0.005**2 + floor**2) ** 0.5)
+
+
 @pytest.mark.parametrize("offset", [0.0, 0.011, -0.011])
 def test_of_equal_workers_few_claim_a_win(offset):
     """Also where the incumbent's worker is lastingly off, which every trial beside it shares."""

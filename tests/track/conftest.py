@@ -28,7 +28,7 @@ INCUMBENT = Forward({"forward.py": "def build(ctx):\n    return None\n"})
 WINNER = Forward({"forward.py": "def build(ctx):\n    return ctx\n"})
 BROKEN = Forward({"forward.py": "def build(ctx):\n    raise ValueError\n"})
 PAIRS = [[100.0, 130.0], [110.0, 140.0], [90.0, 120.0]]
-NOISE = (0.001, -0.001)
+NOISE = (0.0001, -0.0001)
 BASELINE = {
     "ratio": 9.0, "ratios": [1.05, 1.01, 1.08], "raw_tps": 9.0, "floor_tps": 9.0,
     "lanes_tps": {"raw": 20.0, "linear layers alone": 25.0},
