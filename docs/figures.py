@@ -75,10 +75,7 @@ def _beside(f: dict[str, Any]) -> str:
 
 def gpu_table() -> str:
     """What the engine's benchmark saw on a GPU, as Markdown: every figure that has a goal."""
-    path = RECORDS / "engine_h200.json"
-    if not path.exists():
-        return decode_table()
-    parts: dict[str, Any] = json.loads(path.read_text())["figures"]
+    parts: dict[str, Any] = json.loads((RECORDS / "engine_h200.json").read_text())["figures"]
     calls = [call for part in parts.values() for call in part["environment"]]
     gpu, driver = calls[0]["gpu"]["name"], calls[0]["gpu"]["driver_version"]
     commits, days = (sorted({call[name][:10] for call in calls}) for name in ("commit", "time"))
@@ -112,28 +109,6 @@ def _with_unit(figure: dict[str, Any]) -> str:
     if not isinstance(value, str):
         value = f"{value:,.0f}" if abs(value) >= 100 or isinstance(value, int) else f"{value:.3g}"
     return f"{value} {figure['unit']}".strip()
-
-
-def decode_table() -> str:
-    """Decoding on a GPU beside vLLM, as Markdown."""
-    raw = json.loads((RECORDS / "decode_h200.json").read_text())
-    record, ours, theirs = raw["record"], raw["tideforge"], raw["vllm_full_decode"]
-    rows = [
-        (
-            f"{users} user{'s' if users > 1 else ''}, {theirs[key]['prompt']} + {theirs[key]['output']} tokens",
-            f"{ours[key]['engine_tps']:,.0f}", f"{theirs[key]['output_tps']:,.0f}",
-            f"{ours[key]['engine_decode_tps']:,.0f}", f"{theirs[key]['decode_tps']:,.0f}", f"{ours[key]['bare_tps']:,.0f}",
-        )
-        for users, key in ((1, "users_1"), (64, "users_64"))
-    ]  # fmt: skip
-    names = ("", "output tokens/s", "vLLM", "decoding", "vLLM", "bare replays of its graph")
-    head = (
-        f"Llama-3.2-1B's shape, bf16, random weights, on one {record['gpu']}, {record['time']}, commit {record['commit']}, beside vLLM "
-        f"{theirs['version']} without torch.compile ({theirs['cudagraph_mode']}), one after the other on one machine "
-        "(`make bench-engine PART=decode`, `engine/bench/vllm_baseline.py`; raw: `docs/records/decode_h200.json`):"
-    )
-    lines = ["| " + " | ".join(row) + " |" for row in (names, ("---",) * len(names), *rows)]
-    return "\n".join([head, "", *lines])
 
 
 def rendered(text: str) -> str:

@@ -19,7 +19,6 @@ PERIODS = 5  # of the layer pattern at the larger depth, where that is at most h
 BLOCK_S = 0.05  # least seconds of a block: the same steps at both depths
 LEAST_BLOCKS = 6  # before an interval ends a trial: the spread of fewer is luck
 HOPELESS = 0.9  # a candidate that is surely below it is not measured more finely
-PRECISE = 0.01  # half-width of the ratio's interval at which a trial ends
 Pairs = list[tuple[float, float]]
 
 
@@ -92,8 +91,8 @@ def ratio_of(between: Sequence[tuple[float, float]]) -> measure.Interval:
 
 
 def enough(between: Sequence[tuple[float, float]]) -> bool:
-    """Whether more blocks would change nothing that counts: surely hopeless, or known to PRECISE."""
+    """Whether more blocks would change nothing that counts: surely hopeless, or known to measure.PRECISE."""
     if len(between) < LEAST_BLOCKS or min(sum(column) for column in zip(*between, strict=True)) <= 0:
         return False
     found = measure.ratio_of_steps(between)
-    return found.high < HOPELESS or found.high - found.low < 2 * PRECISE
+    return found.high < HOPELESS or found.high - found.low < 2 * measure.PRECISE

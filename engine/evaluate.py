@@ -178,11 +178,7 @@ class Bench:
             yield
 
     def _fastly(self, prepared: Prepared) -> Figures:
-        tier = self._fast_tier()
-        return self.outlive(
-            prepared, lambda: tier.incumbent,
-            lambda: tier.measured(prepared.staged, prepared.forward, prepared.spent),
-        )  # fmt: skip
+        return self._fast_tier().measured(prepared.staged, prepared.forward, prepared.spent)
 
     def _fast_tier(self) -> FastTier:
         """Started by the first trial that asks for it."""
@@ -200,13 +196,13 @@ class Bench:
             with contextlib.suppress(CandidateError):  # it died again: whoever needs it sees that
                 self.noise = tuning.noise(self)
 
-    def outlive(self, prepared: Prepared, incumbent: Callable[[], RemoteExecutor], attempt: Callable[[], T]) -> T:
+    def outlive(self, worker: RemoteExecutor, incumbent: Callable[[], RemoteExecutor], attempt: Callable[[], T]) -> T:
         """Again from the start each time the incumbent's worker died meanwhile: the candidate is not to blame for that."""
         for _ in range(INCUMBENT_RETRIES + 1):
             try:
                 return attempt()
             except CandidateError as error:
-                if incumbent().alive or not prepared.staged.alive:
+                if incumbent().alive or not worker.alive:
                     raise
                 log_event(self.config.night, "incumbent_died", worker=incumbent().pid, message=error.message)
         raise IncumbentLost(

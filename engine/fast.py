@@ -6,9 +6,8 @@ from the first one on, the router among them, so every layer sees what it would 
 recorded or drawn. A source that dawdles at the smaller depth looks better than it is, and what a source does for the head does
 not show: this tier screens, the slow tier decides.
 
-Depths alternate from replay to replay (smaller, larger, larger, smaller), and incumbent and candidate from step to step. In
-simulation that takes away the bias of a steady drift (0.35 % without it at a ratio of 1.5); changing depth with every step
-made the interval no tighter.
+Depths alternate from replay to replay (smaller, larger, larger, smaller), and incumbent and candidate from step to step: a steady
+drift then weighs on both depths and both sides alike.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ class FastTier:
         return max(1, min(MOST_STEPS, math.ceil(BLOCK_S * tokens / seconds)))
 
     def _measure_noise(self) -> tuple[float, ...]:
-        """Log ratios of the incumbent's layers against themselves, each time in another fresh worker. Once a night."""
+        """Log ratios of the incumbent's layers against themselves, each time in another fresh worker."""
         path = self.bench.config.night / f"fast-noise{self.bench.config.lane}.json"
         logs = [self._against_itself() for _ in range(self.bench.config.noise_trials)]
         write_atomic(path, json.dumps({"log_ratios": logs, "depths": self.depths}))
@@ -170,31 +169,24 @@ class FastTier:
         self._require_right(list(block.answers), depth)
 
     def _timed(self, worker: RemoteExecutor, forward: Forward, spent: Spent) -> Timed:
-        """Again from the start each time the incumbent's worker died meanwhile: the candidate is not to blame for that."""
-        from tideforge.engine.evaluate import INCUMBENT_RETRIES
-
         warm = False
-        for _ in range(INCUMBENT_RETRIES + 1):
+
+        def attempt() -> Timed:
+            nonlocal warm
             if not self.incumbent.alive:  # its start takes the clock for itself
                 self.lab.release(self.incumbent)
                 self.incumbent = self._start_incumbent()
-            try:
-                with self.bench.exclusive(spent):
-                    if not warm:
-                        self._warm(worker, forward, spent)
-                        warm = True
-                        spent.swap_s = time.perf_counter() - spent.begin
-                    begin = time.perf_counter()
-                    timed = self._time(worker, forward)
-                    spent.clock_s = time.perf_counter() - begin
-                    return timed
-            except CandidateError as error:
-                if self.incumbent.alive or not worker.alive:
-                    raise
-                log_event(self.bench.config.night, "incumbent_died", worker=self.incumbent.pid, message=error.message)
-        raise IncumbentLost(
-            f"the incumbent's worker died {INCUMBENT_RETRIES + 1} times: nothing is known of the candidate"
-        )
+            with self.bench.exclusive(spent):
+                if not warm:
+                    self._warm(worker, forward, spent)
+                    warm = True
+                    spent.swap_s = time.perf_counter() - spent.begin
+                begin = time.perf_counter()
+                timed = self._time(worker, forward)
+                spent.clock_s = time.perf_counter() - begin
+                return timed
+
+        return self.bench.outlive(worker, lambda: self.incumbent, attempt)
 
     def _time(self, worker: RemoteExecutor, forward: Forward) -> Timed:
         timed, deadline = Timed(), time.monotonic() + min(MOST_S, self.bench.config.trial_s)

@@ -37,6 +37,7 @@ _T99 = (
 )  # fmt: skip
 
 
+PRECISE = 0.01  # half-width of a ratio's interval at which a trial ends
 HANG_S, HANG_FACTOR = 2.0, 20.0  # b hangs when it takes longer than the larger of both, seconds and times a's
 
 

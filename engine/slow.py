@@ -39,7 +39,7 @@ class SlowTier:
                 with spent.on("clock_s"):
                     return self._time(prepared)
 
-        timed = bench.outlive(prepared, lambda: bench.incumbent_worker, attempt)
+        timed = bench.outlive(prepared.staged, lambda: bench.incumbent_worker, attempt)
         with spent.on("check_s"):
             chosen = timed.to_check(CHECKED_ANSWERS)
             check.require_right(bench.reference, chosen, bench.layers, bench.bounds.logit_gap)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 HOPELESS = 0.97  # below this ratio after a pass, no further pass is spent
 MIN_PAIRS = 8  # of steps, before an interval decides anything: the spread of a few is luck
 MIN_LOADS = 4  # the same, of whole loads: two passes
-PRECISE = 0.01  # half-width of the ratio's interval at which a trial ends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Timed:
         """Whether another pass would change nothing that counts: the final score is another measurement."""
         found = self.ratio
         better = measure.with_noise_floor(found, noise).low > 1
-        sure = found.pairs >= self.least_pairs and (better or found.high - found.low < 2 * PRECISE)
+        sure = found.pairs >= self.least_pairs and (better or found.high - found.low < 2 * measure.PRECISE)
         return found.ratio < HOPELESS or sure
 
     def to_check(self, count: int) -> list[measure.Answer]:

@@ -252,7 +252,6 @@ def test_turns_are_read_as_the_events_grow(tmp_path: Path) -> None:
 
 
 def test_both_tiers_are_set_beside_the_slow_one(tmp_path: Path) -> None:
-    pytest.importorskip("tideforge.engine.agreement")
     record = Record(tmp_path, "tiers")
     record.add("candidates m", count=4)
     slow = {"a": 1.2, "b": 1.1, "c": 1.0, "d": 0.9}

@@ -84,7 +84,6 @@ def test_candidates_that_always_wait(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_both_tiers_on_honest_candidates(tmp_path: Path) -> None:
-    pytest.importorskip("tideforge.engine.agreement")
     found = measured("tiers", tmp_path)
     assert found["llama-tiny: a slow trial from turn to end without its wait for others, most"] > 0
     lines = [json.loads(line) for line in (tmp_path / "results" / "tiers.jsonl").read_text().splitlines()]

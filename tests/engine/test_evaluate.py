@@ -27,8 +27,7 @@ class Workers:
     ends: list[CandidateError | None]
 
     def timed(self) -> Any:
-        prepared: Any = SimpleNamespace(staged=self.candidate)
-        return self.bench.outlive(prepared, lambda: self.bench.incumbent_worker, self.attempt)
+        return self.bench.outlive(self.candidate, lambda: self.bench.incumbent_worker, self.attempt)
 
     def attempt(self) -> Any:
         error, incumbent = self.ends.pop(0), self.bench.incumbent_worker

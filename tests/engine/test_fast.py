@@ -133,7 +133,9 @@ class Fakes:
 def fakes(tmp_path, monkeypatch) -> Fakes:
     tier = object.__new__(FastTier)
     made = Fakes(tier, SimpleNamespace(alive=True, pid=8), [], [])
-    tier.bench = SimpleNamespace(config=SimpleNamespace(night=tmp_path), exclusive=contextlib.nullcontext)
+    tier.bench = object.__new__(Bench)
+    tier.bench.config = SimpleNamespace(night=tmp_path)
+    monkeypatch.setattr(tier.bench, "exclusive", contextlib.nullcontext)
     tier.lab = SimpleNamespace(release=lambda worker: None)
     tier.incumbent = SimpleNamespace(alive=True, pid=7)
 

@@ -1,4 +1,4 @@
-"""README's GPU table: from the benchmark's record where there is one, else from the older one of decoding alone."""
+"""README's GPU table comes from the benchmark's record."""
 
 from __future__ import annotations
 
@@ -42,10 +42,3 @@ def test_every_figure_with_a_goal_is_shown(figures: ModuleType, tmp_path: Path) 
         "| swap: few | 2 s | 1 | <= 3, too few readings to say |",
         "| swap: missing | not measured | 1 | >= 1 |",
     ]
-
-
-def test_without_that_record_the_older_one_is_shown(figures: ModuleType, monkeypatch) -> None:
-    monkeypatch.setattr(figures, "RECORDS", SCRIPT.parent / "records")
-    if (SCRIPT.parent / "records" / "engine_h200.json").exists():
-        pytest.skip("the benchmark's record is there")
-    assert "bare replays" in figures.gpu_table()
