@@ -140,6 +140,7 @@ def test_trials_are_prepared_beside_the_one_that_is_measured(night: Night) -> No
     assert night.queue.running == [next(iter(night.queue.archive.trials))]
     assert "d" not in night.preparing.came and night.measuring.came == ["a"]
     night.measuring.let("*")
+    assert night.measuring.has("b", "c")
     night.preparing.let("d")
     assert night.eventually(lambda: night.queue.idle)
     assert sorted(night.measuring.came) == ["a", "b", "c", "d"] and night.measuring.came[-1] == "d"
