@@ -51,9 +51,9 @@ lint: setup
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-test: lint
-	$(PY) -m pytest -m "not slow"
-
 # Whole systems on a shared machine: what failed is tried once more, alone, and both runs are printed.
+test: lint
+	$(PY) -m pytest -m "not slow" || $(PY) -m pytest -m "not slow" --last-failed --last-failed-no-failures none
+
 test-all: test
 	$(PY) -m pytest -m slow --timeout 900 || $(PY) -m pytest -m slow --timeout 900 --last-failed --last-failed-no-failures none

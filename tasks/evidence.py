@@ -106,7 +106,7 @@ def held_out(pairs: Sequence[Sequence[float]], noise: Sequence[float]) -> measur
 
 
 def missing_gates(verdict: Mapping[str, Any]) -> list[str]:
-    from tideforge.tasks.verify.gates import GATES
+    from tideforge.engine.gates import GATES
 
     return sorted(set(GATES) - {str(gate["name"]) for gate in verdict["gates"]})
 

@@ -23,6 +23,9 @@ from tideforge.engine.evaluate import INCUMBENT_RETRIES, environment
 from tideforge.engine.events import log_event
 from tideforge.engine.executor import RemoteExecutor
 from tideforge.engine.forward import Forward
+from tideforge.engine.gates import GATES
+from tideforge.engine.gates.caught import Caught
+from tideforge.engine.gates.probe import POISON, Probe
 from tideforge.engine.lab import Lab
 from tideforge.engine.objective import Objective
 from tideforge.engine.reference import Reference
@@ -33,9 +36,7 @@ from tideforge.tasks.endpoint import Budget, Endpoint
 from tideforge.tasks.machine import settings_for
 from tideforge.tasks.objective import measured
 from tideforge.tasks.store import Manifest, Run
-from tideforge.tasks.verify.gates import GATES, Caught
 from tideforge.tasks.verify.plainness import beside_transformers
-from tideforge.tasks.verify.probe import POISON, Probe
 
 Replay = Callable[[str, RemoteExecutor], measure.Block]  # of a forward on its worker
 STEP_TIMEOUT_S = 60.0

@@ -22,6 +22,7 @@ from tideforge.engine.config import Limits, Settings
 from tideforge.engine.doubles import tiny_llama
 from tideforge.engine.events import log_event
 from tideforge.engine.forward import Forward
+from tideforge.engine.gates import GATES
 from tideforge.engine.local import LocalWorkers
 from tideforge.engine.outcome import Figures, Outcome, Trial
 from tideforge.engine.serving.app import Live, create_app
@@ -29,7 +30,6 @@ from tideforge.engine.serving.server import ServerConfig, bind, opened
 from tideforge.tasks.approve import prepare_release
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.store import Run
-from tideforge.tasks.verify.gates import GATES
 
 LAUNCH = "tideforge serve --endpoint tiny.yaml"
 LLAMA = Path(tideforge.engine.__file__).parent / "models" / "llama"

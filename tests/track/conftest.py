@@ -17,12 +17,12 @@ from tideforge.data.files import sha256_file
 from tideforge.engine import release as rel
 from tideforge.engine.events import log_event
 from tideforge.engine.forward import Forward
+from tideforge.engine.gates import GATES
 from tideforge.engine.keys import add_approver, crypto, public_bytes
 from tideforge.engine.outcome import Figures, Outcome, Trial
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.night import open_night
 from tideforge.tasks.store import Run
-from tideforge.tasks.verify.gates import GATES
 
 INCUMBENT = Forward({"forward.py": "def build(ctx):\n    return None\n"})
 WINNER = Forward({"forward.py": "def build(ctx):\n    return ctx\n"})

@@ -18,6 +18,9 @@ from tideforge.engine.config import Limits, Settings
 from tideforge.engine.doubles import tiny_deepseek, tiny_llama
 from tideforge.engine.evaluate import INCUMBENT_RETRIES
 from tideforge.engine.forward import Forward
+from tideforge.engine.gates import GATES
+from tideforge.engine.gates.kv import DRAWS
+from tideforge.engine.gates.probe import Probe
 from tideforge.engine.lab import keeper_status
 from tideforge.engine.model_config import model_for
 from tideforge.engine.objective import Objective
@@ -25,9 +28,7 @@ from tideforge.engine.reference import Reference
 from tideforge.tasks import evidence
 from tideforge.tasks.endpoint import Budget
 from tideforge.tasks.facts import why_failed
-from tideforge.tasks.verify.gates import DRAWS, GATES
 from tideforge.tasks.verify.node import Plan, Trialled, Verdict, examine, reason, run_gate
-from tideforge.tasks.verify.probe import Probe
 
 PLAIN = Forward.load(Path(__file__).parents[2] / "engine" / "models" / "llama")
 SOURCE = PLAIN.files["forward.py"]
