@@ -37,9 +37,12 @@ LEAST_MEMORY = 2 << 30  # bytes that a worker may hold on any machine
 class Lab:
     """Everything that one authority uses of an endpoint's state folder. Close it to end its workers."""
 
-    def __init__(self, settings: Settings, events: Path | None = None) -> None:
-        """`events`: the folder whose events.jsonl counts the workers started here; the state folder if absent."""
-        self.settings = settings
+    def __init__(self, settings: Settings, events: Path | None = None, private_logits: bool = False) -> None:
+        """`events`: the folder whose events.jsonl counts the workers started here; the state folder if absent.
+
+        `private_logits`: the workers' logits are their own, not the arena's. Then several may share an arena and step at once.
+        """
+        self.settings, self.private_logits = settings, private_logits
         self.events = events or settings.state
         self.config = ModelConfig.load(settings.model)
         self.layout = settings.arena_layout(self.config)
@@ -114,7 +117,7 @@ class Lab:
             "memory_bytes": self.memory_bytes,
             "layout": self.layout.to_dict(), "limits": vars(self.settings.limits),
             "entries": weights.header["entries"], "bytes": weights.header["bytes"], "clock": str(self._clock_path),
-            "rehearse": self.rehearsal, "dry": self.settings.dry_runs,
+            "rehearse": self.rehearsal, "dry": self.settings.dry_runs, "private_logits": self.private_logits,
         }  # fmt: skip
         return header, (weights.fds[0], arena.worker_fd)
 

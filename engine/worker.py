@@ -153,6 +153,8 @@ class Worker:
         laps.end("context")
         self.weights = map_weights(message.fds[0], head["bytes"], head["entries"], self.dtype, self.device)
         self.group, self.logits = map_arena(message.fds[1], self.layout, self.device)
+        if head["private_logits"]:
+            self.logits = torch.empty_like(self.logits)
         laps.end("map")
         if head["rehearse"]:
             self._rehearse(Path(head["rehearse"]["folder"]), head["rehearse"]["kernels"], head["clock"], head["dry"])

@@ -13,6 +13,7 @@ from tideforge.engine.events import log_event
 from tideforge.engine.executor import Executor, RemoteExecutor, Sampled
 from tideforge.engine.forward import Forward
 from tideforge.engine.lab import Lab
+from tideforge.engine.serving.rehearsal import rehearse
 from tideforge.errors import CandidateError, TideforgeError
 
 RESTARTS = 3  # of one forward
@@ -37,11 +38,12 @@ class Workers(Protocol):
 
 
 class LabWorkers:
-    """Worker processes on the keeper's memory. All of them share one arena: the pages of the live server."""
+    """Worker processes on the keeper's memory. All of them share the pages of the live server; each has logits of its own,
+    because a worker that is being started runs steps while another one serves."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._labs = {settings: Lab(settings)}
+        self._labs = {settings: Lab(settings, private_logits=True)}
         self._lab = self._labs[settings]
         self._arena = self._lab.arena("server")
         self._owners: dict[int, Lab] = {}
@@ -54,13 +56,15 @@ class LabWorkers:
         """Under the forward's own knobs. Another block size would need other memory: refused on a live server."""
         settings = self._settings.with_knobs(forward.knobs)
         if settings not in self._labs:
-            self._labs[settings] = Lab(settings)
+            self._labs[settings] = Lab(settings, private_logits=True)
         lab = self._labs[settings]
         if lab.layout != self._lab.layout:
             raise CandidateError("refused", "its knobs change the KV layout: that needs a restart, not a ship")
         worker = lab.spawn(forward, self._arena)
         try:
             lab.capture(worker, sampling=True)
+            if settings.device != "cpu":  # there nothing is compiled
+                rehearse(worker, forward.id, settings)
         except CandidateError:
             lab.release(worker)
             raise
