@@ -121,6 +121,9 @@ class Keeper:
         if kind == "fetch":
             self.arenas[str(header["name"])].fetch(int(header["offset"]), int(header["bytes"]))
             return {"type": "fetched"}, []
+        if kind == "store":
+            self.arenas[str(header["name"])].store(int(header["offset"]), int(header["bytes"]))
+            return {"type": "stored"}, []
         if kind == "fill":
             self.arenas[str(header["name"])].fill(int(header["bytes"]), int(header["value"]))
             return {"type": "filled"}, []

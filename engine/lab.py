@@ -199,13 +199,16 @@ class Lab:
 
 
 class _Kept:
-    """An arena in device memory: the keeper copies and fills."""
+    """An arena in device memory: the keeper copies both ways and fills."""
 
     def __init__(self, lab: Lab, name: str) -> None:
         self._lab, self._name = lab, name
 
     def fetch(self, offset: int, count: int) -> None:
         self._lab.ask_keeper({"type": "fetch", "name": self._name, "offset": offset, "bytes": count})
+
+    def store(self, offset: int, count: int) -> None:
+        self._lab.ask_keeper({"type": "store", "name": self._name, "offset": offset, "bytes": count})
 
     def fill(self, count: int, value: int) -> None:
         self._lab.ask_keeper({"type": "fill", "name": self._name, "bytes": count, "value": value})

@@ -79,6 +79,7 @@ class Keeping(Protocol):
     """What an arena on a device asks of the keeper, which alone copies between device and mirror."""
 
     def fetch(self, offset: int, count: int) -> None: ...
+    def store(self, offset: int, count: int) -> None: ...
     def fill(self, count: int, value: int) -> None: ...
 
 
@@ -113,6 +114,13 @@ class Arena:
         if self.keeping is not None:
             self.keeping.fetch(offset, count * np.dtype(dtype).itemsize)
         return np.frombuffer(self._map, dtype, count, offset)
+
+    def store(self, layer: int, values: bool, slots: Sequence[int] | np.ndarray, data: np.ndarray) -> None:
+        """Writes `data` [len(slots), heads, dim], in the bits that `plane` has, into slots (block * block_size + offset) of a layer."""
+        plane = self.plane(layer, values)  # brings the mirror up to date
+        plane.reshape(-1, *plane.shape[2:])[np.asarray(slots, np.int64)] = data
+        if self.keeping is not None:
+            self.keeping.store(self.layout.plane_offset(layer, values), plane.nbytes)
 
     def fill(self, byte: int) -> None:
         """Overwrites all pages: 0x00 for zeros, 0xFF for NaN in every float type."""

@@ -24,6 +24,7 @@ from tideforge.engine import compare, protocol
 from tideforge.errors import PeerGone, ProtocolError, UserError
 
 if TYPE_CHECKING:
+    from tideforge.engine.arithmetic import Arithmetic
     from tideforge.engine.reference_model import ReferenceModel
 
 START_TIMEOUT_S = 120.0
@@ -112,6 +113,39 @@ class Reference:
         arrays = self._ask({"type": "kv"}, tokens, layers)
         return arrays["keys"], arrays["values"]
 
+    def on_pages(
+        self, tokens: Sequence[int], start: int, keys: np.ndarray, values: np.ndarray, layers: range | None = None
+    ) -> np.ndarray:
+        """fp32 [len(tokens) - start, V]: the logits that follow tokens[start:], on K and V of the positions before `start` as they
+        are given, fp32 [L, start, heads, dim], as a cache holds them (contract.KVGroup); those of later positions are computed."""
+        return self._on_pages({"type": "on_pages"}, tokens, start, keys, values, layers).arrays["logits"]
+
+    def noise_on_pages(
+        self,
+        dtype: str,
+        tokens: Sequence[int],
+        start: int,
+        keys: np.ndarray,
+        values: np.ndarray,
+        layers: range | None = None,
+    ) -> float:
+        """What reduction order at `dtype` does to `on_pages`: max |difference| of a logit, of ORDERS other orders."""
+        header = {"type": "noise_on_pages", "dtype": dtype}
+        return float(self._on_pages(header, tokens, start, keys, values, layers).header["logit_max"])
+
+    def _on_pages(
+        self,
+        header: Mapping[str, Any],
+        tokens: Sequence[int],
+        start: int,
+        keys: np.ndarray,
+        values: np.ndarray,
+        layers: range | None,
+    ) -> protocol.Message:
+        if not 0 <= start < len(tokens) or not keys.shape[1] == values.shape[1] == start:
+            raise ValueError("on_pages needs a token to compute, and K and V of all that come before it")
+        return self._exchange(header, tokens, layers, {"keys": keys, "values": values})
+
     def noise(self, dtype: str, tokens: Sequence[int] | None = None, layers: range | None = None) -> compare.Noise:
         """What reduction order at `dtype` does to this model, on the first 64 of `tokens` (seeded ids if None)."""
         header = {"type": "noise", "dtype": dtype}
@@ -136,10 +170,17 @@ class Reference:
     def _ask(self, header: Mapping[str, Any], tokens: Sequence[int], layers: range | None) -> dict[str, np.ndarray]:
         return self._exchange(header, tokens, layers).arrays
 
-    def _exchange(self, header: Mapping[str, Any], tokens: Sequence[int], layers: range | None) -> protocol.Message:
+    def _exchange(
+        self,
+        header: Mapping[str, Any],
+        tokens: Sequence[int],
+        layers: range | None,
+        arrays: Mapping[str, np.ndarray] | None = None,
+    ) -> protocol.Message:
         span = None if layers is None else [layers.start, layers.stop]
         with self._lock:
-            protocol.send(self._sock, {**header, "layers": span}, {"tokens": np.asarray(tokens, np.int64)})
+            sent = {"tokens": np.asarray(tokens, np.int64), **(arrays or {})}
+            protocol.send(self._sock, {**header, "layers": span}, sent)
             return self._receive(CALL_TIMEOUT_S)
 
     def _receive(self, timeout_s: float) -> protocol.Message:
@@ -162,6 +203,12 @@ def answer(model: ReferenceModel, message: protocol.Message) -> tuple[dict[str, 
     if message.type == "kv":
         result = model.forward(tokens, [], layers)
         return {"type": "kv"}, {"keys": result.keys.cpu().numpy(), "values": result.values.cpu().numpy()}
+    if message.type == "on_pages":
+        return {"type": "on_pages"}, {"logits": on_pages(model, message, layers)}
+    if message.type == "noise_on_pages":
+        base = on_pages(model, message, layers)
+        runs = [on_pages(model, message, layers, order) for order in other_orders(head["dtype"])]
+        return {"type": "noise", "logit_max": max(float(np.abs(run - base).max()) for run in runs)}, {}
     if message.type == "noise":
         return {"type": "noise", "noise": dataclasses.asdict(measure_noise(model, head["dtype"], tokens, layers))}, {}
     raise ProtocolError(f"the reference does not know {message.type!r}")
@@ -184,11 +231,30 @@ def score(
     return {name: tensor.cpu().numpy() for name, tensor in found.items()}
 
 
-def measure_noise(model: ReferenceModel, dtype: str, tokens: Sequence[int], layers: range | None) -> compare.Noise:
-    """Runs the model in fp32 and in ORDERS other reduction orders at `dtype`."""
+def on_pages(
+    model: ReferenceModel, message: protocol.Message, layers: range | None, arithmetic: Arithmetic | None = None
+) -> np.ndarray:
+    """What Reference.on_pages says."""
     import torch
 
-    from tideforge.engine.arithmetic import Arithmetic, Reordered
+    keys, values = (
+        torch.from_numpy(message.arrays[name].astype(np.float32)).to(model.device) for name in ("keys", "values")
+    )
+    return model.on_pages(message.arrays["tokens"].tolist(), keys, values, layers, arithmetic).cpu().numpy()
+
+
+def other_orders(dtype: str) -> list[Arithmetic]:
+    """ORDERS of them, with results rounded to `dtype`."""
+    import torch
+
+    from tideforge.engine.arithmetic import Reordered
+
+    return [Reordered(getattr(torch, dtype), seed) for seed in range(ORDERS)]
+
+
+def measure_noise(model: ReferenceModel, dtype: str, tokens: Sequence[int], layers: range | None) -> compare.Noise:
+    """Runs the model in fp32 and in ORDERS other reduction orders at `dtype`."""
+    from tideforge.engine.arithmetic import Arithmetic
     from tideforge.engine.reference_model import as_numpy
 
     if not tokens:
@@ -198,7 +264,7 @@ def measure_noise(model: ReferenceModel, dtype: str, tokens: Sequence[int], laye
         return as_numpy(model.forward(tokens, None, layers, arithmetic))
 
     base = run(Arithmetic())
-    return compare.measure(dtype, base, [run(Reordered(getattr(torch, dtype), seed)) for seed in range(ORDERS)])
+    return compare.measure(dtype, base, [run(order) for order in other_orders(dtype)])
 
 
 def serve(sock: socket.socket, folder: Path, device: str = "cpu") -> None:

@@ -8,7 +8,7 @@ attention are spelled out here anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,12 +89,33 @@ class ReferenceModel:
         ValueError for an id that the vocabulary does not have.
         """
         ids = [token for sequence in sequences for token in sequence]
+        run = _Run(self, arithmetic or Arithmetic(), [len(sequence) for sequence in sequences])
+        return self._through(run, ids, rows, layers)
+
+    @torch.inference_mode()
+    def on_pages(
+        self,
+        token_ids: Sequence[int],
+        keys: Tensor,
+        values: Tensor,
+        layers: range | None = None,
+        arithmetic: Arithmetic | None = None,
+    ) -> Tensor:
+        """Logits [T - P, V] of one sequence's tokens from P on; K and V [L, P, heads, dim] of those before are given, not computed."""
+        start = keys.shape[1]
+        pages = {index: pair for index, *pair in zip(self._layers(layers), keys, values, strict=True)}
+        run = _Run(self, arithmetic or Arithmetic(), [len(token_ids) - start], start, pages)
+        return self._through(run, token_ids[start:], None, layers).logits
+
+    def _layers(self, layers: range | None) -> range:
+        return range(self.config.num_hidden_layers) if layers is None else layers
+
+    def _through(self, run: _Run, ids: Sequence[int], rows: Sequence[int] | None, layers: range | None) -> Result:
         if not 0 <= min(ids) <= max(ids) < self.config.vocab_size:
             raise ValueError(f"token ids are 0 to {self.config.vocab_size - 1}")
-        run = _Run(self, arithmetic or Arithmetic(), [len(sequence) for sequence in sequences])
         x = run.embed(torch.tensor(ids, device=self.device))
         keys, values = [], []
-        for index in layers if layers is not None else range(self.config.num_hidden_layers):
+        for index in self._layers(layers):
             x, k, v = run.layer(x, index)
             keys.append(k)
             values.append(v)
@@ -105,12 +126,23 @@ class ReferenceModel:
 
 
 class _Run:
-    """One forward's working state: the arithmetic, the angles of its positions, and which rows are a sequence."""
+    """One forward's working state: the arithmetic, the angles of its positions, and which rows are a sequence.
 
-    def __init__(self, model: ReferenceModel, arithmetic: Arithmetic, lengths: list[int]) -> None:
+    `pages`: of each layer K and V of the `start` positions before the rows, of which there is then one sequence.
+    """
+
+    def __init__(
+        self,
+        model: ReferenceModel,
+        arithmetic: Arithmetic,
+        lengths: list[int],
+        start: int = 0,
+        pages: Mapping[int, Sequence[Tensor]] | None = None,
+    ) -> None:
         self.model, self.config, self.arithmetic, self.lengths = model, model.config, arithmetic, lengths
+        self.start, self.pages = start, pages
         turning, factor = rope(self.config)
-        positions = torch.cat([torch.arange(length, device=model.device) for length in lengths])
+        positions = torch.cat([torch.arange(start, start + length, device=model.device) for length in lengths])
         angles = torch.outer(positions.float(), turning.float().to(model.device))[:, None]
         self.cos, self.sin = arithmetic.round(angles.cos() * factor), arithmetic.round(angles.sin() * factor)
 
@@ -136,7 +168,7 @@ class _Run:
     def layer(self, x: Tensor, index: int) -> tuple[Tensor, Tensor, Tensor]:
         name = f"model.layers.{index}"
         attend = self.latent_attention if self.config.kv_lora_rank else self.attention
-        attended, k, v = attend(self.norm(x, f"{name}.input_layernorm"), f"{name}.self_attn")
+        attended, k, v = attend(self.norm(x, f"{name}.input_layernorm"), f"{name}.self_attn", index)
         x = self.arithmetic.round(x + attended)
         inside = self.norm(x, f"{name}.post_attention_layernorm")
         if not self.config.is_sparse(index):
@@ -147,17 +179,23 @@ class _Run:
             out = self.mixture(inside, f"{name}.mlp", SWIGLU)
         return self.arithmetic.round(x + out), k, v
 
-    def attention(self, x: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    def behind_pages(self, k: Tensor, v: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        """What a layer caches of the rows, behind what is given of the positions before them."""
+        if self.pages is None:
+            return k, v
+        return torch.cat((self.pages[index][0], k)), torch.cat((self.pages[index][1], v))
+
+    def attention(self, x: Tensor, name: str, index: int) -> tuple[Tensor, Tensor, Tensor]:
         dim, bias = self.config.head_dim, self.config.qkv_bias
         q, k, v = (self.linear(x, f"{name}.{part}_proj", bias).unflatten(-1, (-1, dim)) for part in "qkv")
         if self.config.qk_norm:
             q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
         q, k = self.rotate(q), self.rotate(k)
         group = self.config.num_attention_heads // self.config.num_key_value_heads
-        every_k, every_v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+        every_k, every_v = (t.repeat_interleave(group, dim=1) for t in self.behind_pages(k, v, index))
         return self.linear(self.mix(q, every_k, every_v, dim**-0.5), f"{name}.o_proj"), k, v
 
-    def latent_attention(self, x: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    def latent_attention(self, x: Tensor, name: str, index: int) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values of each head expanded from one latent a token; what is cached is latent and rotated part."""
         config, heads = self.config, self.config.num_attention_heads
         if config.q_lora_rank:
@@ -169,19 +207,21 @@ class _Run:
         latent = self.norm(joined[:, : config.kv_lora_rank], f"{name}.kv_a_layernorm", LATENT_EPS)
         turned = self.rotate(self.halves(joined[:, None, config.kv_lora_rank :]))
         nope = config.qk_nope_head_dim
-        expanded = self.linear(latent, f"{name}.kv_b_proj").unflatten(-1, (heads, -1))
-        k = torch.cat((expanded[..., :nope], turned.expand(-1, heads, -1)), dim=-1)
+        every_latent, every_turned = self.behind_pages(latent[:, None], turned, index)
+        expanded = self.linear(every_latent[:, 0], f"{name}.kv_b_proj").unflatten(-1, (heads, -1))
+        k = torch.cat((expanded[..., :nope], every_turned.expand(-1, heads, -1)), dim=-1)
         q = torch.cat((q[..., :nope], self.rotate(self.halves(q[..., nope:]))), dim=-1)
         mixed = self.mix(q, k, expanded[..., nope:], k.shape[-1] ** -0.5 * yarn_temperature(config))
         return self.linear(mixed, f"{name}.o_proj"), latent[:, None], turned
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Causal attention within each sequence, each [T, heads, dim] -> [T, heads * dim of v]."""
-        parts = zip(*(tensor.split(self.lengths) for tensor in (q, k, v)), strict=True)
+        """Causal attention within each sequence, q [T, heads, dim], k and v [start + T, ..] -> [T, heads * dim of v]."""
+        seen = [self.start + length for length in self.lengths]
+        parts = zip(q.split(self.lengths), k.split(seen), v.split(seen), strict=True)
         return torch.cat([self.mix_one(one_q, one_k, one_v, scale) for one_q, one_k, one_v in parts])
 
     def mix_one(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        future = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
+        future = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).triu(1 + len(k) - len(q))
         scores = self.arithmetic.matmul(q.transpose(0, 1), k.permute(1, 2, 0)) * scale
         shares = self.arithmetic.round(scores.masked_fill(future, -torch.inf).softmax(-1))
         return self.arithmetic.matmul(shares, v.transpose(0, 1)).transpose(0, 1).flatten(1)

@@ -48,6 +48,9 @@ class Segment:
     def fetch(self, offset: int, count: int) -> None:
         """Nothing to do: holders see the bytes themselves."""
 
+    def store(self, offset: int, count: int) -> None:
+        """As fetch, the other way: nothing to do."""
+
     def fill(self, count: int, value: int) -> None:
         raise ProtocolError("host memory is filled by its holders")
 
@@ -93,6 +96,10 @@ class DeviceSegment(Segment):
 
     def fetch(self, offset: int, count: int) -> None:
         self.mirror[offset : offset + count].copy_(self.pages[offset : offset + count])
+
+    def store(self, offset: int, count: int) -> None:
+        self.pages[offset : offset + count].copy_(self.mirror[offset : offset + count])
+        self.pages[:1].cpu()  # it has happened when the answer goes out
 
     def fill(self, count: int, value: int) -> None:
         self.pages[:count].fill_(value)

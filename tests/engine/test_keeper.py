@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -158,3 +159,41 @@ def test_tensors_are_drawn_into_the_segment_and_nowhere_else(tmp_path, fake_devi
     monkeypatch.setattr(RandomWeights, "tensor", None)
     keeper = Keeper(describe(tmp_path / "m", "moe-tiny"), "float32", "cuda")
     assert len(made) > len(keeper.entries) and max(made[1:]) == 1 << 10
+
+
+class _FakeKeeping:
+    """A keeper's segment in this process."""
+
+    def __init__(self, kept: DeviceSegment) -> None:
+        self.kept = kept
+
+    def fetch(self, offset: int, count: int) -> None:
+        self.kept.fetch(offset, count)
+
+    def store(self, offset: int, count: int) -> None:
+        self.kept.store(offset, count)
+
+    def fill(self, count: int, value: int) -> None:
+        self.kept.fill(count, value)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_authority_writes_slots_and_nothing_else(dtype: str, on_device: bool, fake_device) -> None:
+    layout = memory.ArenaLayout(2, 3, 4, 2, 3, 5, dtype, 1, 8)
+    kept = DeviceSegment("a", layout.bytes, "cuda") if on_device else Segment("a", layout.bytes)
+    arena = memory.Arena(layout, kept.fds[:1], _FakeKeeping(kept) if isinstance(kept, DeviceSegment) else None)
+    arena.fill(0x11)
+    before = {(layer, side): arena.plane(layer, side).copy() for layer in range(2) for side in (False, True)}
+    data = np.arange(20, dtype=before[0, True].dtype).reshape(2, 2, 5)
+    arena.store(1, True, [11, 5], data)
+    for (layer, side), old in before.items():
+        new = arena.plane(layer, side).reshape(12, 2, -1)
+        expected = old.reshape(12, 2, -1).copy()
+        if (layer, side) == (1, True):
+            expected[[11, 5]] = data
+        assert np.array_equal(new, expected)
+    if isinstance(kept, DeviceSegment):
+        at, size = layout.plane_offset(1, True), layout.plane_bytes(True)
+        assert bytes(kept.pages[at : at + size].tolist()) == arena.plane(1, True).tobytes()
+    kept.close()

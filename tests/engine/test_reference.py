@@ -178,3 +178,38 @@ def test_experts_upcast_a_few_at_a_time_are_the_same_experts(folder: Path, monke
     expected = ReferenceModel(folder).forward(TOKENS).logits
     monkeypatch.setattr("tideforge.engine.reference_model.UPCAST", 3 * 64 * 64)
     torch.testing.assert_close(ReferenceModel(folder).forward(TOKENS).logits, expected, atol=3e-5, rtol=0)
+
+
+def test_on_the_plain_pages_it_answers_as_without_pages(reference: Reference) -> None:
+    logits, (keys, values) = reference.logits(TOKENS), reference.kv(TOKENS)
+    for start in (0, 1, 17, len(TOKENS) - 1):
+        found = reference.on_pages(TOKENS, start, keys[:, :start], values[:, :start])
+        np.testing.assert_allclose(found, logits[start:], atol=3e-5, rtol=0)
+    short = reference.on_pages(TOKENS, 30, keys[:2, :30], values[:2, :30], range(2))
+    np.testing.assert_allclose(short, reference.logits(TOKENS, None, range(2))[30:], atol=3e-5, rtol=0)
+
+
+def test_every_layers_pages_head_and_place_count(reference: Reference) -> None:
+    start = 30
+    keys, values = (part[:, :start] for part in reference.kv(TOKENS))
+    plain = reference.on_pages(TOKENS, start, keys, values)
+    for pages in (0, 1):
+        for layer in range(keys.shape[0]):
+            for place in (0, start - 1):
+                for head in range(keys.shape[2]):
+                    given = [keys.copy(), values.copy()]
+                    given[pages][layer, place, head] *= -1
+                    moved = np.abs(reference.on_pages(TOKENS, start, *given) - plain).max()
+                    assert moved > 1e-4, (pages, layer, place, head)
+    same_order = np.random.default_rng(0).permutation(start)
+    moved = np.abs(reference.on_pages(TOKENS, start, keys[:, same_order], values[:, same_order]) - plain).max()
+    assert moved < 3e-5, "places are turned into the keys: attention itself knows no order"
+
+
+def test_noise_on_pages_is_that_of_one_step(reference: Reference) -> None:
+    start = 30
+    keys, values = (part[:, :start] for part in reference.kv(TOKENS))
+    fine, coarse = (reference.noise_on_pages(dtype, TOKENS, start, keys, values) for dtype in ("float32", "bfloat16"))
+    assert 0 < fine < 1e-3 < coarse
+    with pytest.raises(ValueError, match="on_pages"):
+        reference.on_pages(TOKENS, start, keys[:, 1:], values)
