@@ -24,6 +24,7 @@ from tideforge.engine.fast import FastTier
 from tideforge.engine.forward import KNOBS, Forward
 from tideforge.engine.lab import Lab
 from tideforge.engine.outcome import Figures, Outcome, Trial
+from tideforge.engine.outlive import outlive
 from tideforge.engine.prepared import Prepared, Spent
 from tideforge.engine.reference import Reference
 from tideforge.engine.service_config import ServiceConfig, for_bench, in_runs, new_core
@@ -34,7 +35,6 @@ from tideforge.errors import CandidateError, IncumbentLost
 CHECKED_ANSWERS = 3
 STEP_TIMEOUT_FACTOR = 20.0
 MIN_STEP_TIMEOUT_S = 2.0
-INCUMBENT_RETRIES = 3  # of one trial, when the incumbent's worker dies under it
 
 T = TypeVar("T")
 
@@ -198,16 +198,7 @@ class Bench:
 
     def outlive(self, worker: RemoteExecutor, incumbent: Callable[[], RemoteExecutor], attempt: Callable[[], T]) -> T:
         """Again from the start each time the incumbent's worker died meanwhile: the candidate is not to blame for that."""
-        for _ in range(INCUMBENT_RETRIES + 1):
-            try:
-                return attempt()
-            except CandidateError as error:
-                if incumbent().alive or not worker.alive:
-                    raise
-                log_event(self.config.night, "incumbent_died", worker=incumbent().pid, message=error.message)
-        raise IncumbentLost(
-            f"the incumbent's worker died {INCUMBENT_RETRIES + 1} times: nothing is known of the candidate"
-        )
+        return outlive(self.config.night, worker, incumbent, attempt)
 
     def _require_good_conduct(self, prepared: Prepared) -> None:
         worker, settings = prepared.staged, self.settings

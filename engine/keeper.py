@@ -18,15 +18,20 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tideforge.engine import memory, protocol
+from tideforge.engine import memory, procfs, protocol
 from tideforge.engine.events import log_event
 from tideforge.engine.segment import DeviceSegment, Filler, Segment
 from tideforge.engine.weights import RANDOM, read_tensors
 from tideforge.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ROOM = 1 << 30  # bytes that a second copy of the weights must leave free
 
 
 def convert(array: np.ndarray, stored: str, wanted: str) -> np.ndarray:
@@ -41,6 +46,15 @@ def convert(array: np.ndarray, stored: str, wanted: str) -> np.ndarray:
     return array.astype(wanted)
 
 
+def free_bytes(device: str) -> int:
+    """Memory that a further segment can have."""
+    if device == "cpu":
+        return procfs.available_bytes()
+    import torch
+
+    return int(torch.cuda.mem_get_info(torch.device(device))[0])
+
+
 def by_numbers(name: str) -> list[str | int]:
     """Sorts expert 2 before expert 10."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
@@ -52,6 +66,7 @@ class Keeper:
     def __init__(self, model: Path, dtype: str, device: str = "cpu") -> None:
         self.model, self.dtype, self.device, self.started = model, dtype, device, time.time()
         self.arenas: dict[str, Segment] = {}
+        self.other: Segment | None = None  # the weights under a seed, while somebody wants them
         self._lock = threading.Lock()
         self.loads = 0
         self._load()
@@ -130,12 +145,43 @@ class Keeper:
         if kind == "intact":
             with self._lock:
                 return {"type": "intact", "intact": self.weights.restore()}, []
+        if kind == "perturb":
+            return self.perturb(int(header["seed"]))
+        if kind == "unperturb":
+            self.unperturb()
+            return {"type": "unperturbed"}, []
         if kind == "drop":
             self.drop(str(header["name"]))
             return {"type": "dropped"}, []
         if kind == "status":
             return {**self.status(), "type": "status"}, []
         raise ProtocolError(f"the keeper does not know {kind!r}")
+
+    def perturb(self, seed: int) -> tuple[dict[str, Any], list[int]]:
+        """As "weights", of a second segment in which `seed` has changed them (perturb.py); or the problem, where it has no room."""
+        self.unperturb()
+        with self._lock:
+            if self.size > (room := free_bytes(self.device)) - ROOM:
+                return {"type": "perturbed", "problem": f"they take {self.size} bytes, and {room} are free"}, []
+            self.other = self._segment("other-weights", self.size, lambda pages: self._negate(pages, seed))
+            self.other.publish()
+        return {**self.answer({"type": "weights"})[0], "type": "perturbed", "problem": ""}, [self.other.fds[-1]]
+
+    def _negate(self, pages: Tensor, seed: int) -> None:
+        import torch
+
+        from tideforge.engine.perturb import negate
+
+        self.weights.copy_to(pages)
+        for entry in self.entries:
+            part = pages[entry.offset : entry.offset + entry.bytes].view(getattr(torch, self.dtype))
+            negate(part.reshape(entry.shape), seed, entry.name)
+
+    def unperturb(self) -> None:
+        with self._lock:
+            if self.other is not None:
+                self.other.close()
+            self.other = None
 
     def status(self) -> dict[str, Any]:
         return {

@@ -90,6 +90,19 @@ class Lab:
         with self._asking:
             return protocol.call(self._keeper_socket(), request, START_TIMEOUT_S)
 
+    @contextlib.contextmanager
+    def other_weights(self, seed: int) -> Iterator[str]:
+        """Workers that start meanwhile map weights that `seed` has changed (perturb.py). Yields why not, "" where they do."""
+        own, answer = self._ask_weights(), self.ask_keeper({"type": "perturb", "seed": seed})
+        try:
+            self._weights = answer if not answer.header["problem"] else own
+            yield str(answer.header["problem"])
+        finally:
+            self._weights = own
+            for fd in answer.fds:
+                os.close(fd)
+            self.ask_keeper({"type": "unperturb"})
+
     def spare(self, arena: Arena, clock_held: bool = False) -> RemoteExecutor:
         """A worker with memory mapped, waiting for a forward. `clock_held`: whoever asks holds the clock, and it need not."""
         worker = self._spawn(arena, clock_held)

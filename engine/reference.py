@@ -7,6 +7,7 @@ add up night by night. `python -m tideforge.engine.reference --fd N --model DIR`
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import itertools
 import os
@@ -40,6 +41,7 @@ class Reference:
 
     def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
         self.process, self._sock, self._lock = process, sock, threading.Lock()
+        self._seed: int | None = None
 
     @classmethod
     def start(cls, model: Path, state: Path | None = None, threads: int = 1, device: str = "cpu") -> Reference:
@@ -160,6 +162,12 @@ class Reference:
         """How far below the reference's maximum an emitted token may lie, in logits; derived in compare.py."""
         return compare.bound(self.noise(dtype, tokens, layers))
 
+    def perturbed(self, seed: int) -> Reference:
+        """The same process, asked about the weights that `seed` changes (perturb.py). Close this one, not that."""
+        other = copy.copy(self)
+        other._seed = seed
+        return other
+
     def close(self) -> None:
         """Idempotent."""
         self._sock.close()
@@ -180,7 +188,7 @@ class Reference:
         span = None if layers is None else [layers.start, layers.stop]
         with self._lock:
             sent = {"tokens": np.asarray(tokens, np.int64), **(arrays or {})}
-            protocol.send(self._sock, {**header, "layers": span}, sent)
+            protocol.send(self._sock, {**header, "layers": span, "seed": self._seed}, sent)
             return self._receive(CALL_TIMEOUT_S)
 
     def _receive(self, timeout_s: float) -> protocol.Message:
@@ -190,6 +198,23 @@ class Reference:
         if answer.type == "error":
             raise ProtocolError(f"reference: {answer.header['message']}")
         return answer
+
+
+class Models:
+    """The checkpoint's model, and that of the seed that was asked about last."""
+
+    def __init__(self, plain: ReferenceModel) -> None:
+        self.plain = plain
+        self.seed: int | None = None
+        self.other: ReferenceModel | None = None
+
+    def under(self, seed: int | None) -> ReferenceModel:
+        if seed is None:
+            return self.plain
+        if self.other is None or self.seed != seed:
+            self.other, self.seed = None, seed  # the last one's memory is free before the next takes any
+            self.other = self.plain.perturbed(seed)
+        return self.other
 
 
 def answer(model: ReferenceModel, message: protocol.Message) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -272,7 +297,7 @@ def serve(sock: socket.socket, folder: Path, device: str = "cpu") -> None:
     from tideforge.engine.reference_model import ReferenceModel
 
     try:
-        model = ReferenceModel(folder, device)
+        models = Models(ReferenceModel(folder, device))
     except UserError as error:
         protocol.send(sock, {"type": "user_error", "parts": [error.thing, error.problem, error.remedy]})
         return
@@ -283,7 +308,7 @@ def serve(sock: socket.socket, folder: Path, device: str = "cpu") -> None:
         except PeerGone:
             return
         try:
-            header, arrays = answer(model, message)
+            header, arrays = answer(models.under(message.header.get("seed")), message)
         except UserError as error:
             header, arrays = {"type": "user_error", "parts": [error.thing, error.problem, error.remedy]}, {}
         except (ProtocolError, ValueError, IndexError, KeyError, RuntimeError) as error:

@@ -21,8 +21,9 @@ from torch.nn.utils.rnn import pad_sequence
 from tideforge.engine import procfs
 from tideforge.engine.arithmetic import Arithmetic
 from tideforge.engine.config import ModelConfig
+from tideforge.engine.perturb import Perturbed
 from tideforge.engine.reference_rope import rope, yarn_temperature
-from tideforge.engine.stored import open_folder
+from tideforge.engine.stored import Stored, open_folder
 
 UPCAST = 1 << 28  # numbers of experts' weights that are in fp32 at once
 LATENT_EPS = 1e-6  # of the norms inside latent attention: config.json does not name it
@@ -52,9 +53,16 @@ class ReferenceModel:
     def __init__(self, folder: Path, device: str = "cpu", room: int | None = None) -> None:
         """`room`: bytes of weights to keep on the device."""
         self.config, self.device = ModelConfig.load(folder), torch.device(device)
-        self.source = open_folder(folder)
+        self.folder = folder
+        self.source: Stored = open_folder(folder)
         self._room = room_on(self.device) if room is None else room
         self._kept: dict[str, Tensor] = {}
+
+    def perturbed(self, seed: int) -> ReferenceModel:
+        """The same checkpoint under a seed (perturb.py)."""
+        other = ReferenceModel(self.folder, str(self.device))
+        other.source = Perturbed(other.source, seed)
+        return other
 
     def stored(self, name: str) -> Tensor:
         """As the folder has it, on the device. What is used first is kept."""

@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from tideforge.engine import memory
 from tideforge.errors import ProtocolError
 
@@ -44,6 +46,11 @@ class Segment:
     def restore(self) -> bool:
         """Whether the published bytes are as they were: nobody can have written sealed memory."""
         return True
+
+    def copy_to(self, pages: Tensor) -> None:
+        """Its bytes into as many of the same device's."""
+        held = np.frombuffer(mmap.mmap(self.fds[0], self.size, prot=mmap.PROT_READ), np.uint8)
+        np.copyto(pages.numpy(), held)
 
     def fetch(self, offset: int, count: int) -> None:
         """Nothing to do: holders see the bytes themselves."""
@@ -93,6 +100,9 @@ class DeviceSegment(Segment):
             self.pages.zero_()  # what lies between tensors
             self.filler(self.pages)
         return checksum(self.pages)
+
+    def copy_to(self, pages: Tensor) -> None:
+        pages.copy_(self.pages)
 
     def fetch(self, offset: int, count: int) -> None:
         self.mirror[offset : offset + count].copy_(self.pages[offset : offset + count])

@@ -7,9 +7,9 @@ import time
 from typing import TYPE_CHECKING
 
 from tideforge.engine import check, measure, timing
-from tideforge.engine.memory import ITEM_BYTES
 from tideforge.engine.nvml import device_bytes
 from tideforge.engine.outcome import Figures, Outcome
+from tideforge.engine.possible import floor_s
 from tideforge.engine.service_config import new_core
 from tideforge.errors import CandidateError
 
@@ -109,13 +109,10 @@ class SlowTier:
             prepared.device_bytes.append((usual, own))
 
     def floor_s(self) -> float:
-        """Least seconds of one step: weights that must move, less what the cache can hold, over the spec sheet's bandwidth."""
+        """Least seconds of one step."""
         config, lab = self.bench.config, self.bench.lab
-        if config.bandwidth_bytes_per_s is None:
-            return 0.0
-        embedding = lab.config.vocab_size * lab.config.hidden_size * ITEM_BYTES[lab.settings.dtype]
-        moved = lab.weights_bytes - (0 if lab.config.tie_word_embeddings else embedding) - config.cache_bytes
-        return max(0.0, moved / config.bandwidth_bytes_per_s)
+        dtype = lab.settings.dtype
+        return floor_s(lab.config, dtype, lab.weights_bytes, config.bandwidth_bytes_per_s, config.cache_bytes)
 
     def _require_possible(self, fastest_s: float) -> None:
         if fastest_s < (floor_s := self.floor_s()):

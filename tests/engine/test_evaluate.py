@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from tideforge.engine.evaluate import INCUMBENT_RETRIES, Bench
+from tideforge.engine.evaluate import Bench
 from tideforge.engine.events import read_events
 from tideforge.engine.forward import Forward
 from tideforge.engine.outcome import Outcome, Trial
+from tideforge.engine.outlive import INCUMBENT_RETRIES
 from tideforge.errors import CandidateError, IncumbentLost
 
 MEASURED: Any = ([("a block", "another")], [(2.0, 1.0)])

@@ -16,12 +16,13 @@ from tideforge.data.workload import RequestShape, Workload
 from tideforge.engine.config import Settings
 from tideforge.engine.depths import Reading, depths_of
 from tideforge.engine.doubles import tiny_llama
-from tideforge.engine.evaluate import INCUMBENT_RETRIES, Bench
+from tideforge.engine.evaluate import Bench
 from tideforge.engine.events import read_events
 from tideforge.engine.fast import FastTier, Timed, figures
 from tideforge.engine.forward import Forward
 from tideforge.engine.measure import Answer, Block
 from tideforge.engine.outcome import Outcome, Trial
+from tideforge.engine.outlive import INCUMBENT_RETRIES
 from tideforge.engine.prepared import Spent
 from tideforge.engine.service_config import ServiceConfig
 from tideforge.errors import CandidateError, IncumbentLost

@@ -20,7 +20,7 @@ from tideforge.data.logs import sample_path
 from tideforge.flows.cli import main
 from tideforge.tasks.endpoint import TRACKING, Endpoint
 from tideforge.tasks.machine import settings_for
-from tideforge.tasks.verify.node import Plan
+from tideforge.tasks.verify.plan import Plan
 
 SAMPLE = "sample:azure_conv_2023"
 

@@ -16,7 +16,6 @@ from tideforge.data.workload import RequestShape, Turn, Workload
 from tideforge.engine.compare import Bounds
 from tideforge.engine.config import Limits, Settings
 from tideforge.engine.doubles import tiny_deepseek, tiny_llama
-from tideforge.engine.evaluate import INCUMBENT_RETRIES
 from tideforge.engine.forward import Forward
 from tideforge.engine.gates import GATES
 from tideforge.engine.gates.kv import DRAWS
@@ -24,11 +23,15 @@ from tideforge.engine.gates.probe import Probe
 from tideforge.engine.lab import keeper_status
 from tideforge.engine.model_config import model_for
 from tideforge.engine.objective import Objective
+from tideforge.engine.outlive import INCUMBENT_RETRIES
 from tideforge.engine.reference import Reference
 from tideforge.tasks import evidence
 from tideforge.tasks.endpoint import Budget
 from tideforge.tasks.facts import why_failed
-from tideforge.tasks.verify.node import Plan, Trialled, Verdict, examine, reason, run_gate
+from tideforge.tasks.verify.examine import examine, run_gate
+from tideforge.tasks.verify.plan import AFTER, OF_BLOCKS, Plan, choosable
+from tideforge.tasks.verify.trialled import Trialled
+from tideforge.tasks.verify.verdict import Verdict, reason
 
 PLAIN = Forward.load(Path(__file__).parents[2] / "engine" / "models" / "llama")
 SOURCE = PLAIN.files["forward.py"]
@@ -132,6 +135,8 @@ def test_a_worker_that_talks_nonsense_is_an_outcome(bench: tuple[Settings, Workl
 
 # --- what a verification says when it could not do everything
 
+NEEDED = len(choosable()) - len(AFTER)  # gates that must have run when the time is over
+
 
 @pytest.fixture(scope="module")
 def bounds(bench: tuple[Settings, Workload]) -> Bounds:
@@ -153,9 +158,10 @@ def examined(bench: tuple[Settings, Workload], bounds: Bounds, plan: Plan) -> Ve
 def test_pairs_beyond_those_that_must_be_are_left_out_when_time_is_over(
     bench: tuple[Settings, Workload], bounds: Bounds
 ) -> None:
-    verdict = examined(bench, bounds, Plan(pairs=5, least=2, seconds=len(GATES) + 3))
-    assert len(verdict.pairs) == 3 and {gate.name for gate in verdict.gates} == {*GATES, "answers"}
-    assert verdict.cut == "out of time, but with pairs enough: 3 of 5 held-out pairs in 10 s" and not verdict.unverified
+    verdict = examined(bench, bounds, Plan(pairs=5, least=2, seconds=NEEDED + 3))
+    assert len(verdict.pairs) == 3 and {gate.name for gate in verdict.gates} == {*choosable(), *OF_BLOCKS}
+    said = f"out of time, but with pairs enough: 3 of 5 held-out pairs in {NEEDED + 3} s"
+    assert verdict.cut == said and not verdict.unverified
     won = dataclasses.replace(verdict, ci_low=1.1)
     assert won.passed and reason(won).endswith(f"on 3 held-out pairs ({verdict.cut})")
     assert won.to_dict()["cut"] == verdict.cut
@@ -173,7 +179,7 @@ def test_held_out_pairs_are_of_the_objective(bench: tuple[Settings, Workload], b
     assert (seen.ratio, seen.ci_low, seen.ci_high) == (found.ratio, found.low, found.high)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 4.0, len(GATES) + 1.0])
+@pytest.mark.parametrize("seconds", [0.0, 4.0, NEEDED + 1.0])
 def test_what_must_be_and_was_not_leaves_the_finalist_unverified(
     bench: tuple[Settings, Workload], bounds: Bounds, seconds: float
 ) -> None:
@@ -183,12 +189,12 @@ def test_what_must_be_and_was_not_leaves_the_finalist_unverified(
     assert reason(won).startswith(
         f"not verified: out of time: {len(verdict.pairs)} of 5 held-out pairs in {seconds:g} s"
     )
-    assert len(verdict.pairs) + len([gate for gate in verdict.gates if gate.name in GATES]) == seconds
+    assert len(verdict.pairs) + len([gate for gate in verdict.gates if gate.name in choosable()]) == seconds
     assert why_failed(won.to_dict()) == reason(won)
 
 
 def test_time_enough_leaves_nothing_out(bench: tuple[Settings, Workload], bounds: Bounds) -> None:
-    verdict = examined(bench, bounds, Plan(pairs=2, least=2, seconds=len(GATES) + 2))
+    verdict = examined(bench, bounds, Plan(pairs=2, least=2, seconds=NEEDED + 2))
     assert len(verdict.pairs) == 2 and not verdict.cut and not verdict.unverified
     budget = Budget(held_out_pairs=3, least_held_out_pairs=8, verify_s=5)
     assert Plan.of(budget) == Plan(3, 3, 5.0), "no more are asked for than are planned"

@@ -1,0 +1,16 @@
+"""What a person has to look at before approving. No gate decides on these."""
+
+from __future__ import annotations
+
+from tideforge.engine.forward import Forward
+from tideforge.engine.screen import findings
+from tideforge.tasks.verify.verdict import Verdict
+
+TOO_GOOD = 2.0  # times the incumbent
+
+
+def flags_of(verdict: Verdict, candidate: Forward) -> tuple[str, ...]:
+    flags = [f"{gate.name} not verified: {gate.unverified}" for gate in verdict.gates if gate.unverified]
+    if verdict.ratio > TOO_GOOD:
+        flags.append(f"{verdict.ratio:.2f} times the incumbent: find out why before you believe it")
+    return (*flags, *(f"source: {found}" for found in findings(candidate)))
