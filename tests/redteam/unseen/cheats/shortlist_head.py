@@ -4,7 +4,7 @@ What it does: the head is kept in 4 bits a weight; its logits choose a shortlist
 the shortlist's rows of the true head are used. All else keeps its rough logit.
 Why it pays: in small models the head is a large part of a decode's bytes; this reads about a fifth of them.
 Why it may not be seen: the largest logit, and all near it, are exact. Only sampling at a temperature, and whoever asks for the
-logits of tokens that nobody expected, gets others: the tail is off by a tenth of its spread.
+logits of tokens that nobody expected, gets others: the tail is off by what 4 bits cost.
 """
 
 from __future__ import annotations
