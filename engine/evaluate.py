@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from tideforge.data.workload import RequestShape, Workload
-from tideforge.engine import check, conduct, measure, tuning
+from tideforge.engine import check, conduct, ladder, measure, tuning
 from tideforge.engine.core import EngineCore
 from tideforge.engine.events import log_event
 from tideforge.engine.executor import RemoteExecutor
@@ -138,6 +138,9 @@ class Bench:
         try:
             figures = self._fastly(prepared) if prepared.trial.tier == FAST else self._slow.evaluate(prepared)
             self._require_good_conduct(prepared)
+            if ladder.worth_it(prepared.trial.tier, figures):
+                with prepared.spent.on("gates_s"):
+                    ladder.climb(self, prepared)
         except CandidateError as error:
             return self._end(prepared, Outcome(error.outcome), error.message)
         except IncumbentLost as lost:

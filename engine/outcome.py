@@ -35,6 +35,7 @@ class Outcome(StrEnum):
     LEFT_THREADS = "left_threads"
     MEMORY_GREW = "memory_grew"  # from step to step
     TOO_FAST = "too_fast"  # faster than the floor: an error, not a win
+    FAILED_GATE = "failed_gate"  # of the cheap ones (ladder.py); the message names it
     CANCELLED = "cancelled"  # the search ended first
     NOT_MEASURED = "not_measured"  # the incumbent could not be measured beside it
 
@@ -78,6 +79,7 @@ class Trial:
     capture_s: float = 0.0
     swap_s: float = 0.0  # from its beginning to its first timed step: all of the above but queue_s, lock_s included
     clock_s: float = 0.0
+    gates_s: float = 0.0  # the ladder's; 0 where it was not asked
     finished_at: float | None = None
     environment: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -88,6 +90,11 @@ class Trial:
     @property
     def done(self) -> bool:
         return self.outcome is not None
+
+    @property
+    def device_s(self) -> float:
+        """Seconds in which it was this trial that had the device: checks, captures, clock and gates."""
+        return self.check_s + self.capture_s + self.clock_s + self.gates_s
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), sort_keys=True)

@@ -29,6 +29,7 @@ class Spent:
     capture_s: float = 0.0
     swap_s: float = 0.0
     clock_s: float = 0.0
+    gates_s: float = 0.0
 
     @property
     def parts(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "serve": ("serve", "serve", "serve an endpoint over an OpenAI-compatible HTTP API"),
     "node": ("nodes", "node", "run one node of a night alone, from its files"),
     "engine": ("engine", "engine", "try candidates by hand: the persistent engine outside a night"),
+    "verify": ("verify", "verify", "run the gates of verification on one forward, alone"),
     "recompile": ("recompile", "recompile", "run the whole night for an endpoint"),
     "watch": ("recompile", "watch", "look for drift once and start a recompile if it is worth one"),
     "report": ("report", "report", "recompute every figure of a run from its archive"),

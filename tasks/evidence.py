@@ -14,7 +14,7 @@ from typing import Any
 
 from tideforge.data.files import sha256_file
 from tideforge.engine import measure
-from tideforge.engine.outcome import Trial
+from tideforge.engine.outcome import SLOW, Trial
 from tideforge.engine.release import Approved, Decision, Release, read_approvers, verify
 from tideforge.engine.releases import release_files
 from tideforge.errors import MissingExtra, Refused, UserError
@@ -106,9 +106,21 @@ def held_out(pairs: Sequence[Sequence[float]], noise: Sequence[float]) -> measur
 
 
 def missing_gates(verdict: Mapping[str, Any]) -> list[str]:
-    from tideforge.engine.gates import GATES
+    from tideforge.tasks.verify.plan import required
 
-    return sorted(set(GATES) - {str(gate["name"]) for gate in verdict["gates"]})
+    return sorted(required() - {str(gate["name"]) for gate in verdict["gates"]})
+
+
+def flags(verdict: Mapping[str, Any] | None) -> list[str]:
+    """What verification left for a person to look at. None before flags were kept."""
+    return [str(flag) for flag in (verdict or {}).get("flags", ())]
+
+
+def ladder_share(trials: Sequence[Trial]) -> float | None:
+    """Share of the device's seconds that went to gates, over all trials of the slow tier; None without any."""
+    slow = [trial for trial in trials if trial.done and trial.tier == SLOW]
+    device_s = sum(trial.device_s for trial in slow)
+    return sum(trial.gates_s for trial in slow) / device_s if device_s else None
 
 
 def beside_transformers(baseline: Mapping[str, Any] | None) -> dict[str, float | None]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from tideforge.engine.forward import Forward
 from tideforge.engine.release import Release
+from tideforge.tasks import evidence
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.facts import Night, forward_folder
 from tideforge.tasks.objective import WORDS
@@ -28,7 +29,7 @@ def write_form(night: Night, endpoint: Endpoint, release: Release, diff_path: Pa
         f"**Diff** `{diff_path}`" + _tracked(night),
         "### Verdict\n" + "\n".join(_gates(verdict)),
         "### What changes\n" + "\n".join(_changes(night, endpoint, release)),
-        "### Look at\n" + "\n".join(_flags(endpoint)),
+        "### Look at\n" + "\n".join(_flags(endpoint, verdict)),
         f"**Expires** {expires:%Y-%m-%d %H:%M} UTC. Run `tideforge code {release.run}` where your key lies and paste "
         f"what it prints into *code*, or run `tideforge approve {release.run}` there. {release.go_back}.",
     ]
@@ -62,9 +63,10 @@ def _tracked(night: Night) -> str:
 
 def _gates(verdict: Mapping[str, Any]) -> Iterable[str]:
     for gate in verdict.get("gates", []):
-        mark = "✅" if gate.get("passed") is True else "❌"
-        told = gate.get("evidence") or _figures(gate.get("figures") or {})
-        yield f"- {mark} **{gate.get('name')}** {told}".rstrip()
+        mark = "🟡" if gate.get("unverified") else "✅" if gate.get("passed") is True else "❌"
+        told = gate.get("evidence") or gate.get("unverified") or _figures(gate.get("figures") or {})
+        spent = f"({gate['seconds']:.1f} s) " if "seconds" in gate else ""
+        yield f"- {mark} **{gate.get('name')}** {spent}{told}".rstrip()
     if verdict.get("cut"):
         yield f"- 🟡 {verdict['cut']}"
     yield f"- verdict `{'passed' if verdict.get('passed') is True else 'failed'}`"
@@ -84,7 +86,9 @@ def _changes(night: Night, endpoint: Endpoint, release: Release) -> Iterable[str
     yield "- environment " + ", ".join(f"{name} {value}" for name, value in release.environment)
 
 
-def _flags(endpoint: Endpoint) -> Iterable[str]:
+def _flags(endpoint: Endpoint, verdict: Mapping[str, Any]) -> Iterable[str]:
+    for flag in evidence.flags(verdict):
+        yield f"- 🔴 {flag}"
     if endpoint.allow_imports:
         yield f"- 🔴 **allow_imports: {', '.join(endpoint.allow_imports)}**: this source may import more than torch"
     yield f"- 🔴 candidates ran as plain processes; **sandbox: {endpoint.sandbox}** is about the agents' own tools"

@@ -3,6 +3,8 @@
 Fields (units in the names): service_starts, weight_loads, worker_starts count events of this night's engine;
 candidates counts the forwards whose trials ended, outcomes and tiers those trials; best_ratio with ci_low and ci_high is
 the finalist's held-out score, of held_out_objective; search_objective is what trials measured;
+device_s are the seconds in which a trial had the device (check, capture, clock, gates), ladder_share what part of them on
+the slow tier the cheap gates took; gates_s and flags are verification's, of all gates and for a person to look at;
 idle_s_while_queued is time in which a candidate waited and none was evaluated; http_tps_before, http_tps_after and
 failed_requests come from the live server's A B B A; approved_by and decision from a signature that holds; shipped from
 the signed release on file and the server's own answer. search_s and wall_s are the clock of the nodes' manifests.
@@ -121,9 +123,13 @@ def compute(run: Run) -> dict[str, Any]:
         "incumbent_tps": score.incumbent_tps if score else None,
         "finalist_tps": score.candidate_tps if score else None,
         "search_s": night.manifests["search"].seconds if "search" in night.manifests else None,
+        "device_s": sum(trial.device_s for trial in done),
+        "ladder_share": evidence.ladder_share(found.trials),
         "idle_s_while_queued": idle_while_queued(found.trials, events),
         "verified": found.verified,
         "failed_gates": failed_gates(found.verdict),
+        "gates_s": sum(float(gate.get("seconds", 0.0)) for gate in found.verdict["gates"]) if found.verdict else None,
+        "flags": evidence.flags(found.verdict),
         "approved_by": approval.signed.who if approval and approval.signed else None,
         "decision": str(approval.signed.decision) if approval and approval.signed else None,
         "shipped": found.shipped,

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from tideforge.engine.forward import Forward
 from tideforge.engine.outcome import Trial
 from tideforge.errors import MissingExtra
+from tideforge.tasks import evidence
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.facts import Night, forward_folder
 from tideforge.tasks.store import Manifest, Run
@@ -188,9 +189,11 @@ def _log_parent(mlflow: Any, parent: str, run: Run, endpoint: Endpoint, night: N
         "reason": str(night.started.get("reason", "")),
         "finalist": night.finalist or "none",
         "incumbent": night.incumbent,
+        "flags": "; ".join(evidence.flags(night.verdict))[:5000] or "none",
     }
     outcomes = {f"outcomes.{kind}": count for kind, count in night.outcomes.items()}
     figures = {} if night.score is None else _metrics(dataclasses.asdict(night.score))
+    figures |= {f"gate_s.{gate['name']}": gate.get("seconds", 0.0) for gate in (night.verdict or {}).get("gates", [])}
     _log(
         mlflow,
         parent,
@@ -222,7 +225,7 @@ def _log_trial(mlflow: Any, experiment: str, parent: str, run: Run, night: Night
     tags = {RUN: run.id, TRIAL: trial.id}
     child = _run(mlflow, experiment, tags, f"{trial.submitter or 'candidate'} {trial.id}")
     figures = {} if trial.figures is None else _metrics(dataclasses.asdict(trial.figures))
-    seconds = {"stage_s": trial.stage_s, "check_s": trial.check_s, "clock_s": trial.clock_s}
+    seconds = {"stage_s": trial.stage_s, "check_s": trial.check_s, "clock_s": trial.clock_s, "gates_s": trial.gates_s}
     params = {"tier": trial.tier, "submitter": trial.submitter, "forward": trial.forward}
     facts = {
         "outcome": str(trial.outcome),

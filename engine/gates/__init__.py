@@ -15,6 +15,9 @@ from tideforge.engine.gates.running import determinism, interleaved_against_seri
 
 Gate = Callable[[Probe], dict[str, Any]]
 
+# For every candidate that a search would keep (engine/ladder.py): together they see other pages, layers, precision and neighbours.
+CHEAP = ("written_kv", "canary_pages", "quality", "interleaved_against_serial")
+
 GATES: dict[str, Gate] = {
     gate.__name__: gate
     for gate in (

@@ -147,7 +147,7 @@ def trials(endpoint_file: Path, state: Path | None, run_id: str | None, as_json:
 def line(trial: Trial) -> str:
     """id, tier, outcome, figures or why there are none."""
     what = str(trial.outcome or "waits")
-    spent = f"stage {trial.stage_s:.1f} check {trial.check_s:.1f} clock {trial.clock_s:.1f} s"
+    spent = f"stage {trial.stage_s:.1f} check {trial.check_s:.1f} clock {trial.clock_s:.1f} gates {trial.gates_s:.1f} s"
     if (seen := trial.figures) is None:
         return f"{trial.id}  {trial.tier}  {what:15}  {spent if trial.done else ''}  {trial.message}".rstrip()
     return (

@@ -71,14 +71,15 @@ def examine(
     now: Callable[[], float] = time.perf_counter,
     noise: Sequence[float] = (),
     objective: Objective = PLAIN,
-    floor_s: float = 0.0,
+    floor: tuple[float | None, int] = (None, 0),
     protected: Sequence[Path] = (),
 ) -> Verdict:
     """All gates of the plan and its pairs, until the time is over: looked at before each, but for the gates that look back,
     which come last. Never raises for what the candidate did.
 
-    `noise`: log ratios of the incumbent against itself, as the search found them; they widen the interval. `floor_s`: least
-    seconds of a step. `protected`: files and folders that nobody may change meanwhile, besides this package's own.
+    `noise`: log ratios of the incumbent against itself, as the search found them; they widen the interval. `floor`: the
+    device's bytes/s and its cache's bytes (possible.py). `protected`: files and folders that nobody may change meanwhile,
+    besides this package's own.
     """
     made = Trialled(settings, events, incumbent, candidate, workload, bounds, objective, noise, protected)
     with contextlib.closing(made) as trialled:
@@ -90,7 +91,7 @@ def examine(
                 for name in plan.looking_back():
                     gates.append(_told(run_own(name, trialled), progress))
             cut, unverified = plan.shortfall(len(trialled.blocks), [gate.name for gate in gates])
-            gates += of_blocks(trialled, now() - begin, floor_s)
+            gates += of_blocks(trialled, now() - begin, trialled.floor_s(*floor))
         except IncumbentLost as lost:
             unverified = str(lost)
         except CandidateError as error:
@@ -101,8 +102,9 @@ def examine(
 
 def _act(trialled: Trialled, plan: Plan, gates: list[GateResult], progress: Progress, over: Callable[[], bool]) -> bool:
     """Whether all that must be was done before the time was over."""
-    must = len(plan.actions()) - (plan.pairs - plan.least)
-    for done, action in enumerate(plan.actions()):
+    actions = plan.actions()
+    must = len(actions) - (plan.pairs - plan.least)
+    for done, action in enumerate(actions):
         if over():
             return done >= must
         if action == PAIR:

@@ -13,11 +13,8 @@ from typing import Any
 
 from tideforge.data.workload import Workload
 from tideforge.engine.compare import Bounds
-from tideforge.engine.config import ModelConfig
 from tideforge.engine.events import log_event
 from tideforge.engine.forward import Forward
-from tideforge.engine.lab import keeper_status
-from tideforge.engine.possible import floor_s
 from tideforge.errors import UserError
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.machine import floor_figures, settings_for
@@ -54,7 +51,7 @@ def verify(run: Run, endpoint: Endpoint) -> Manifest:
         settings, run.folder, Forward.load(forwards / inputs["incumbent"]), candidate,
         Workload.read(run.path(run.need("workload"), "workload")), bounds_from(search.extra["bounds"]),
         plan, lambda line: log_event(run.folder, "verify", line=line), noise=search.extra["noise"],
-        objective=measured(endpoint), floor_s=floor_of(endpoint), protected=archive(run),
+        objective=measured(endpoint), floor=floor_figures(endpoint), protected=archive(run),
     )  # fmt: skip
     log_event(run.folder, "verify", line="the incumbent's one-user decode beside transformers")
     plain = beside_transformers(settings, (forwards / str(search.extra["served"])).resolve())
@@ -72,13 +69,6 @@ def archive(run: Run) -> tuple[Path, ...]:
     """What the search left: its trials and forwards, and every node's manifest."""
     folders = [path for name in ("trials", "forwards") if (path := run.folder / name).is_dir()]
     return (*folders, *sorted(run.folder.glob("*.json")))
-
-
-def floor_of(endpoint: Endpoint) -> float:
-    """Least seconds of a step on the endpoint's device; the keeper, which runs by then, knows the weights' size."""
-    bandwidth, cache = floor_figures(endpoint)
-    held = keeper_status(endpoint.state.resolve()) or {"bytes": 0}
-    return floor_s(ModelConfig.load(endpoint.model), endpoint.precision, int(held["bytes"]), bandwidth, cache)
 
 
 def bounds_from(raw: Mapping[str, Any]) -> Bounds:

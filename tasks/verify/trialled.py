@@ -21,6 +21,7 @@ from tideforge.engine.lab import Lab
 from tideforge.engine.memory import Arena
 from tideforge.engine.objective import Objective
 from tideforge.engine.outlive import outlive
+from tideforge.engine.possible import floor_s
 from tideforge.engine.reference import Reference
 from tideforge.engine.service_config import PLAIN, for_trials, new_core
 from tideforge.errors import CandidateError, IncumbentLost
@@ -114,6 +115,10 @@ class Trialled:
     @property
     def _short(self) -> list[RequestShape]:
         return [dataclasses.replace(shape, output_tokens=2, turns=()) for shape in self.workload.held_out]
+
+    def floor_s(self, bandwidth_bytes_per_s: float | None, cache_bytes: int) -> float:
+        lab = self.lab
+        return floor_s(lab.config, lab.settings.dtype, lab.weights_bytes, bandwidth_bytes_per_s, cache_bytes)
 
     def timed_pair(self) -> None:
         pair = self._both(self.workload.held_out, turned=len(self.blocks) % 2 == 1)
