@@ -18,6 +18,7 @@ from tideforge.tasks.incumbent import serving_forward
 from tideforge.tasks.report import compute
 from tideforge.tasks.ship import Load, releases, roll_back, rollback_release, ship
 from tideforge.tasks.store import Run
+from tideforge.tasks.verify.plan import required
 
 
 @pytest.fixture
@@ -156,11 +157,17 @@ def test_nothing_waits_without_a_verified_gain(place: Any, verdict: dict[str, An
 
 def test_the_form_shows_what_is_decided(place: Any) -> None:
     endpoint = place.endpoint.model_copy(update={"allow_imports": ["numpy"], "sandbox": "off"})
-    run = place.night("night-1")
+    gates = [
+        {"name": name, "passed": True, "evidence": "", "seconds": 1.25, "figures": {}} for name in sorted(required())
+    ]
+    gates[0] |= {"unverified": "no room"}
+    run = place.night("night-1", {"gates": gates, "flags": ["2.50 times the incumbent: find out why"]})
     manifest = prepare_release(run, endpoint)
     release, text = read_release(run), run.path(manifest, "form").read_text()
     for shown in (release.forward, release.incumbent, "1.3100 times", "[1.2000, 1.4000]", "8 pairs", "canary_pages"):
         assert shown in text
+    assert f"🟡 **{gates[0]['name']}** (1.2 s) no room" in text and f"✅ **{gates[1]['name']}** (1.2 s)" in text
+    assert "- 🔴 2.50 times the incumbent: find out why\n" in text
     assert "🔴 **allow_imports: numpy**" in text and "**sandbox: off**" in text
     assert "announced downtime 0 s" in text and f"tideforge code {run.id}" in text
     diff = run.path(manifest, "diff")

@@ -158,6 +158,8 @@ def test_a_verdict_counts_by_its_gates_and_pairs(made: Any) -> None:
     failed = [{**gate, "passed": gate["name"] != "canary_pages"} for gate in whole["gates"]]
     assert said(gates=failed)["failed_gates"] == ["canary_pages"] and not said(gates=failed)["verified"]
     assert said(gates=failed)["result"] == "no candidate ships: verification failed (canary_pages)"
+    slow = [{**gate, "seconds": 0.5} for gate in whole["gates"]]
+    assert said(gates=slow, flags=["look"])["gates_s"] == 0.5 * len(slow) and said(flags=["look"])["flags"] == ["look"]
     assert "gates not run" in said(gates=whole["gates"][1:])["result"]
     assert not said(pairs=[[100.0, 99.0], [100.0, 98.0], [100.0, 99.5]])["verified"], "whatever ci_low it states"
     assert said(unverified="out of time")["result"] == "no candidate ships: not verified: out of time"
