@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from tideforge.data.workload import RequestShape, Workload
-from tideforge.engine import check, conduct, ladder, measure, tuning
+from tideforge.engine import check, conduct, measure, tuning
 from tideforge.engine.core import EngineCore
 from tideforge.engine.events import log_event
 from tideforge.engine.executor import RemoteExecutor
 from tideforge.engine.fast import FastTier
 from tideforge.engine.forward import KNOBS, Forward
 from tideforge.engine.lab import Lab
+from tideforge.engine.ladder import Ladder, climb
 from tideforge.engine.outcome import Figures, Outcome, Trial
 from tideforge.engine.outlive import outlive
 from tideforge.engine.prepared import Prepared, Spent
@@ -60,6 +61,7 @@ class Bench:
         self.staging = Staging(self.lab, config, self.incumbent.knobs)
         self.staging.stock()
         self._slow = SlowTier(self)
+        self.ladder = Ladder()
         self._fast: FastTier | None = None
         self.noise: tuple[float, ...] = ()
         self.noise = tuning.noise(self)
@@ -138,9 +140,9 @@ class Bench:
         try:
             figures = self._fastly(prepared) if prepared.trial.tier == FAST else self._slow.evaluate(prepared)
             self._require_good_conduct(prepared)
-            if ladder.worth_it(prepared.trial.tier, figures):
+            if self.ladder.due(prepared.trial.tier, figures):
                 with prepared.spent.on("gates_s"):
-                    ladder.climb(self, prepared)
+                    climb(self, prepared)
         except CandidateError as error:
             return self._end(prepared, Outcome(error.outcome), error.message)
         except IncumbentLost as lost:
@@ -167,10 +169,12 @@ class Bench:
             self.lab.forget_kernels(prepared.forward)
         if prepared.suspect:
             return prepared.trial
-        return dataclasses.replace(
+        done = dataclasses.replace(
             prepared.trial, outcome=outcome, message=message, figures=figures, finished_at=time.time(),
             environment={**environment(), "device": self.settings.device}, **prepared.spent.parts,
         )  # fmt: skip
+        self.ladder.note(done)
+        return done
 
     @contextlib.contextmanager
     def exclusive(self, spent: Spent) -> Iterator[None]:

@@ -12,6 +12,7 @@ import pytest
 from tideforge.engine.evaluate import Bench
 from tideforge.engine.events import read_events
 from tideforge.engine.forward import Forward
+from tideforge.engine.ladder import Ladder
 from tideforge.engine.outcome import Outcome, Trial
 from tideforge.engine.outlive import INCUMBENT_RETRIES
 from tideforge.errors import CandidateError, IncumbentLost
@@ -43,7 +44,7 @@ def workers(tmp_path: Path) -> Workers:
     bench = object.__new__(Bench)
     made = Workers(bench, SimpleNamespace(alive=True, pid=8, ward=SimpleNamespace(census=lambda: None)), [])
     bench.config = SimpleNamespace(night=tmp_path)  # type: ignore[assignment]
-    bench.settings = None  # type: ignore[assignment]
+    bench.settings, bench.ladder = None, Ladder()  # type: ignore[assignment]
     bench.incumbent_worker = SimpleNamespace(alive=True, pid=7)  # type: ignore[assignment]
     return made
 

@@ -1,4 +1,4 @@
-"""The cheap gates run on what a search would keep, in the worker that was timed; what fails one has no figures."""
+"""The cheap gates run on what a search would choose, in the worker that was timed; what fails one has no figures."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tideforge.engine.doubles import tiny_llama
 from tideforge.engine.evaluate import Bench
 from tideforge.engine.forward import ENTRY
 from tideforge.engine.gates import CHEAP, GATES
+from tideforge.engine.ladder import SHARE, Ladder
 from tideforge.engine.outcome import Figures, Outcome, Trial
 from tideforge.engine.prepared import Prepared
 from tideforge.engine.service_config import ServiceConfig
@@ -93,3 +94,20 @@ def test_the_share_is_of_the_slow_tiers_device_seconds() -> None:
     fast, waits = dataclasses.replace(done, tier="fast"), Trial("c", "f", "slow", "", 1.0)
     assert evidence.ladder_share([done, lost, fast, waits]) == 2.0 / 10.0
     assert evidence.ladder_share([waits]) is None
+
+
+def test_a_would_be_finalist_always_climbs_and_others_as_far_as_the_share_allows() -> None:
+    ladder = Ladder()
+
+    def won(low: float, **seconds: float) -> Trial:
+        figures = dataclasses.replace(WON, ci_low=low)
+        return Trial("a", "f", "slow", "", 1.0, Outcome.PASSED, figures=figures, **seconds)  # type: ignore[arg-type]
+
+    assert not ladder.due("slow", dataclasses.replace(WON, ci_low=1.0)) and not ladder.due("fast", WON)
+    assert ladder.due("slow", WON)
+    ladder.note(won(1.2, clock_s=4.0, gates_s=1.0))
+    assert not ladder.due("slow", WON) and ladder.due("slow", dataclasses.replace(WON, ci_low=1.21))
+    ladder.note(won(1.3, clock_s=1.0))
+    assert ladder.due("slow", dataclasses.replace(WON, ci_low=1.25)), "what has not climbed is no measure"
+    ladder.note(dataclasses.replace(won(1.0), outcome=Outcome.WRONG, figures=None, check_s=1 / SHARE))
+    assert ladder.due("slow", WON), "the share is free again"
