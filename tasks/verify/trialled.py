@@ -8,6 +8,7 @@ import random
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from tideforge.data.workload import RequestShape, Workload
 from tideforge.engine import check, measure
@@ -32,6 +33,7 @@ Replay = Callable[[str, RemoteExecutor], measure.Block]  # of a forward on its w
 Pair = tuple[measure.Block, measure.Block]  # incumbent's and candidate's
 STEP_TIMEOUT_S = 60.0
 CHECKED_ANSWERS = 2  # of every timed block, besides the gates
+T = TypeVar("T")
 FRESH = "verify-fresh"  # arena of workers that a gate starts for itself
 
 
@@ -129,14 +131,19 @@ class Trialled:
     def _both(self, part: Sequence[RequestShape], turned: bool = False) -> Pair:
         """A pair of blocks; again when the incumbent's worker died under it, for which the candidate is not to blame."""
 
-        def attempt() -> Pair:
-            self.revive()
+        return self.clocked(lambda: self._pair(part, turned))
+
+    def clocked(self, attempt: Callable[[], T]) -> T:
+        """What an attempt gives that has the device to itself and a living incumbent, however often that has to be started."""
+
+        def alone() -> T:
+            self._revive()
             with self.lab.clock():
-                return self._pair(part, turned)
+                return attempt()
 
-        return outlive(self.events, self.b, lambda: self.a, attempt)
+        return outlive(self.events, self.b, lambda: self.a, alone)
 
-    def revive(self) -> None:
+    def _revive(self) -> None:
         if not self.a.alive:
             self.lab.release(self.a)
             self.a = self._incumbent()

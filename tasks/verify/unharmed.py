@@ -17,6 +17,7 @@ from typing import Any
 
 from tideforge.engine import measure, procfs
 from tideforge.engine.gates.caught import Caught
+from tideforge.errors import CandidateError, IncumbentLost
 from tideforge.tasks.verify.idle import Idle
 from tideforge.tasks.verify.trialled import Trialled
 
@@ -28,10 +29,9 @@ WORTH = math.log(1.02)  # a harm below this is not looked for, however little th
 
 def incumbent_unharmed(trialled: Trialled) -> dict[str, Any]:
     """Ends the candidate's worker."""
-    trialled.revive()
     limit = max(WORTH, measure.noise_of(trialled.noise)[1])
     for _ in range(ROUNDS):
-        pairs = [_pair(trialled) for _ in range(PAIRS)]
+        pairs = [trialled.clocked(lambda: _pair(trialled)) for _ in range(PAIRS)]
         _require_idle(trialled.idle)
         found = measure.interval([beside / frozen for beside, frozen in pairs])
         if not math.log(max(found.low, 1e-9)) > limit:
@@ -75,17 +75,20 @@ def _pair(trialled: Trialled) -> tuple[float, float]:
     found: dict[bool, float] = {}
     first = bool(secrets.randbelow(2))
     replay = trialled.replay(trialled.workload.search)
-    with trialled.lab.clock():
-        for frozen in (first, not first):
-            replay(trialled.candidate.id, trialled.b)
-            with _frozen(trialled.b.pid) if frozen else trialled.idle.watching(trialled.b.pid):
-                found[frozen] = replay(trialled.incumbent.id, trialled.a).seconds
+    for frozen in (first, not first):
+        replay(trialled.candidate.id, trialled.b)
+        with _frozen(trialled.b.pid) if frozen else trialled.idle.watching(trialled.b.pid):
+            found[frozen] = replay(trialled.incumbent.id, trialled.a).seconds
     return found[False], found[True]
 
 
 def _seconds(trialled: Trialled) -> float:
+    """Of the incumbent alone."""
     with trialled.lab.clock():
-        return trialled.replay(trialled.workload.search)(trialled.incumbent.id, trialled.a).seconds
+        try:
+            return trialled.replay(trialled.workload.search)(trialled.incumbent.id, trialled.a).seconds
+        except CandidateError as error:
+            raise IncumbentLost(f"the incumbent's worker failed alone: {error.message}") from error
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,7 @@ from tideforge.tasks.verify.fresh import marked
 from tideforge.tasks.verify.idle import TICK_S, Idle
 from tideforge.tasks.verify.own import OWN
 from tideforge.tasks.verify.seal import Seal
-from tideforge.tasks.verify.unharmed import PAIRS, until_its_end
+from tideforge.tasks.verify.unharmed import PAIRS, ROUNDS, incumbent_unharmed, until_its_end
 
 from .conftest import Place
 
@@ -135,6 +136,25 @@ def test_processor_time_is_the_kernels_count_of_the_process_and_what_it_started(
         assert quiet.busy_s <= quiet.allowed_s
         process.kill()
     assert idle.reads == 1 and idle.allowed_s == pytest.approx(0.02 * idle.watched_s + 2 * TICK_S)
+
+
+def unharmed(monkeypatch: pytest.MonkeyPatch, pairs: list[tuple[float, float]]) -> dict[str, float]:
+    """The gate on a CPU, where these are the seconds (beside the candidate, beside the frozen one) of one pair after the other."""
+    monkeypatch.setattr("tideforge.tasks.verify.unharmed._pair", lambda trialled: pairs.pop(0))
+    made = SimpleNamespace(
+        clocked=lambda attempt: attempt(), noise=(), idle=Idle(1), b=None, lab=SimpleNamespace(release=lambda worker: None),
+        settings=SimpleNamespace(device="cpu"),
+    )  # fmt: skip
+    return incumbent_unharmed(made)  # type: ignore[arg-type]
+
+
+def test_an_incumbent_that_is_faster_beside_a_frozen_candidate_was_harmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    harm, none = [(1.1 + 0.001 * i, 1.0) for i in range(PAIRS)], [(1.0 + 0.01 * (-1) ** i, 1.0) for i in range(PAIRS)]
+    with pytest.raises(Caught, match=r"times as fast while the candidate is frozen.*bound 1\.020"):
+        unharmed(monkeypatch, harm * ROUNDS)
+    left = [*harm * (ROUNDS - 1), *none, (9.0, 1.0)]
+    assert unharmed(monkeypatch, left)["harm"] == pytest.approx(1.0, abs=0.01), "once is no proof"
+    assert left == [(9.0, 1.0)]
 
 
 def test_an_incumbent_that_is_faster_once_the_candidate_has_gone_was_harmed() -> None:
