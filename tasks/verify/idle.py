@@ -14,19 +14,24 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")  # the kernel counts in these
 SHARE = 0.02  # of the time, for what a process does that waits
 
 
+def family(pid: int) -> list[int]:
+    """A worker, all that it started and what holds its namespace. What lost its parent has the worker's own, its warden."""
+    fields = _stat(pid)
+    return procfs.descendants(int(fields[1])) if fields else []
+
+
 def cpu_s(pid: int) -> float:
-    """Processor time of a process and of all that it started and that runs or was waited for; ended ones lose theirs."""
-    return TICK_S * sum(_ticks(one) for one in (pid, *procfs.descendants(pid)))
+    """Processor time of a worker and of all that it started and that runs or was waited for; ended ones lose theirs."""
+    return TICK_S * sum(sum(map(int, _stat(one)[11:15])) for one in family(pid))
 
 
-def _ticks(pid: int) -> int:
-    """proc(5): utime, stime, cutime and cstime are fields 14 to 17 of stat, whose second field may hold anything."""
+def _stat(pid: int) -> list[bytes]:
+    """proc(5): fields 3 and later of stat, whose second may hold anything: state, parent, ..., utime, stime, cutime, cstime."""
     try:
         with open(f"{procfs.PROC}/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
+            return file.read().rpartition(b")")[2].split()
     except OSError:
-        return 0
-    return sum(map(int, fields[11:15]))
+        return []
 
 
 @dataclasses.dataclass

@@ -15,10 +15,10 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tideforge.engine import measure, procfs
+from tideforge.engine import measure
 from tideforge.engine.gates.caught import Caught
 from tideforge.errors import CandidateError, IncumbentLost
-from tideforge.tasks.verify.idle import Idle
+from tideforge.tasks.verify.idle import Idle, family
 from tideforge.tasks.verify.trialled import Trialled
 
 PAIRS = 6  # of blocks
@@ -93,8 +93,8 @@ def _seconds(trialled: Trialled) -> float:
 
 @contextlib.contextmanager
 def _frozen(pid: int) -> Iterator[None]:
-    """Stops a process and its descendants meanwhile."""
-    stopped = [pid, *procfs.descendants(pid)]
+    """Stops a worker and what it started meanwhile."""
+    stopped = family(pid)
     _signal(stopped, signal.SIGSTOP)
     try:
         yield

@@ -14,7 +14,7 @@ from tideforge.engine.forward import ENTRY, Forward
 from tideforge.engine.gates.caught import Caught
 from tideforge.tasks.verify.examine import run_gate, run_own
 from tideforge.tasks.verify.fresh import marked
-from tideforge.tasks.verify.idle import TICK_S, Idle
+from tideforge.tasks.verify.idle import TICK_S, Idle, family
 from tideforge.tasks.verify.own import OWN
 from tideforge.tasks.verify.seal import Seal
 from tideforge.tasks.verify.unharmed import PAIRS, ROUNDS, incumbent_unharmed, until_its_end
@@ -119,6 +119,13 @@ def test_a_thread_that_computes_while_the_incumbent_is_timed_is_caught(llama: Pl
         trialled.warm()
         result = run_own("incumbent_unharmed", trialled)
     assert not result.passed and "processor time" in result.evidence and "expected 0" in result.evidence
+
+
+def test_a_workers_family_is_its_own_process_and_nobody_elses(llama: Place) -> None:
+    with llama.trialled(llama.plain) as trialled:
+        a, b = trialled.a.pid, trialled.b.pid
+        ours, theirs = family(a), family(b)
+    assert a in ours and b in theirs and not set(ours) & set(theirs) and family(b) == []
 
 
 def test_processor_time_is_the_kernels_count_of_the_process_and_what_it_started() -> None:
