@@ -117,10 +117,18 @@ class Arena:
 
     def store(self, layer: int, values: bool, slots: Sequence[int] | np.ndarray, data: np.ndarray) -> None:
         """Writes `data` [len(slots), heads, dim], in the bits that `plane` has, into slots (block * block_size + offset) of a layer."""
-        plane = self.plane(layer, values)  # brings the mirror up to date
-        plane.reshape(-1, *plane.shape[2:])[np.asarray(slots, np.int64)] = data
+        places, item = (
+            np.asarray(slots, np.int64),
+            np.dtype(np.float32 if self.layout.dtype == "float32" else np.uint16),
+        )
+        if not len(places):
+            return
+        shape = self.layout.page_shape(values)[2:]  # of a slot
+        each, first, count = int(np.prod(shape)), int(places.min()), int(np.ptp(places)) + 1
+        offset = self.layout.plane_offset(layer, values) + first * each * item.itemsize
+        self._read(offset, count * each, item.type).reshape(count, *shape)[places - first] = data
         if self.keeping is not None:
-            self.keeping.store(self.layout.plane_offset(layer, values), plane.nbytes)
+            self.keeping.store(offset, count * each * item.itemsize)
 
     def fill(self, byte: int) -> None:
         """Overwrites all pages: 0x00 for zeros, 0xFF for NaN in every float type."""

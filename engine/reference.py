@@ -122,7 +122,7 @@ class Reference:
         are given, fp32 [L, start, heads, dim], as a cache holds them (contract.KVGroup); those of later positions are computed."""
         return self._on_pages({"type": "on_pages"}, tokens, start, keys, values, layers).arrays["logits"]
 
-    def noise_on_pages(
+    def orders_on_pages(
         self,
         dtype: str,
         tokens: Sequence[int],
@@ -130,10 +130,10 @@ class Reference:
         keys: np.ndarray,
         values: np.ndarray,
         layers: range | None = None,
-    ) -> float:
-        """What reduction order at `dtype` does to `on_pages`: max |difference| of a logit, of ORDERS other orders."""
-        header = {"type": "noise_on_pages", "dtype": dtype}
-        return float(self._on_pages(header, tokens, start, keys, values, layers).header["logit_max"])
+    ) -> np.ndarray:
+        """`on_pages` in ORDERS other reduction orders, rounded to `dtype`: [ORDERS, len(tokens) - start, V]."""
+        header = {"type": "orders_on_pages", "dtype": dtype}
+        return self._on_pages(header, tokens, start, keys, values, layers).arrays["logits"]
 
     def _on_pages(
         self,
@@ -230,10 +230,9 @@ def answer(model: ReferenceModel, message: protocol.Message) -> tuple[dict[str, 
         return {"type": "kv"}, {"keys": result.keys.cpu().numpy(), "values": result.values.cpu().numpy()}
     if message.type == "on_pages":
         return {"type": "on_pages"}, {"logits": on_pages(model, message, layers)}
-    if message.type == "noise_on_pages":
-        base = on_pages(model, message, layers)
+    if message.type == "orders_on_pages":
         runs = [on_pages(model, message, layers, order) for order in other_orders(head["dtype"])]
-        return {"type": "noise", "logit_max": max(float(np.abs(run - base).max()) for run in runs)}, {}
+        return {"type": "orders_on_pages"}, {"logits": np.stack(runs)}
     if message.type == "noise":
         return {"type": "noise", "noise": dataclasses.asdict(measure_noise(model, head["dtype"], tokens, layers))}, {}
     raise ProtocolError(f"the reference does not know {message.type!r}")

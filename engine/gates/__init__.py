@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tideforge.engine.gates.kv import block_reuse, canary_pages, written_kv
+from tideforge.engine.gates.blocks import abort_cycles, permuted_tables
+from tideforge.engine.gates.given import given_pages
+from tideforge.engine.gates.kv import block_reuse, canary_pages, held_outputs, nan_pages, written_kv
+from tideforge.engine.gates.pages import own_pages
 from tideforge.engine.gates.probe import Probe
 from tideforge.engine.gates.quality import long_context, quality
-from tideforge.engine.gates.running import determinism, interleaved_against_serial
+from tideforge.engine.gates.running import back_to_back, batch_sizes, determinism, interleaved_against_serial
 
 Gate = Callable[[Probe], dict[str, Any]]
 
@@ -28,5 +31,13 @@ GATES: dict[str, Gate] = {
         written_kv,
         quality,
         determinism,
+        own_pages,
+        given_pages,
+        nan_pages,
+        held_outputs,
+        permuted_tables,
+        abort_cycles,
+        batch_sizes,
+        back_to_back,
     )
 }

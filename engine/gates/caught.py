@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from tideforge.engine import check
-from tideforge.engine.gates.probe import Probe
+from tideforge.engine.gates.probe import Probe, Row
 from tideforge.engine.measure import Answer
 from tideforge.errors import TideforgeError
 
@@ -25,3 +27,24 @@ def require_right(probe: Probe, chains: Mapping[str, Sequence[int]], prompts: Ma
             f"{found.expected} by {found.gap:.4g} logits; the bound is {probe.bounds.logit_gap:.4g}"
         )
     return found.gap
+
+
+def require_alike(
+    runs: Sequence[Mapping[str, Sequence[Row]]], chains: Sequence[Mapping[str, Sequence[int]]], bound: float, what: str
+) -> float:
+    """Logits of two runs of the same requests differ by no more than the bound: until a tie within it goes the other way.
+
+    Returns the largest difference.
+    """
+    worst = 0.0
+    for name, rows in runs[0].items():
+        for step, (a, b) in enumerate(zip(rows, runs[1][name], strict=False)):
+            difference = float(np.abs(a.logits - b.logits).max())
+            worst = max(worst, difference)
+            if not difference <= bound:
+                raise Caught(
+                    f"request {name}, token {step}: logits differ by {difference:.4g} {what}; bound {bound:.4g}"
+                )
+            if chains[0][name][step] != chains[1][name][step]:
+                break  # from here on the prefixes differ
+    return worst

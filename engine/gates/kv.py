@@ -2,26 +2,79 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from tideforge.engine.gates.caught import Caught, require_right
 from tideforge.engine.gates.probe import POISON, Probe, Recorder, drain
-from tideforge.engine.weights import to_float32
+from tideforge.engine.gates.replay import (
+    Moment,
+    Place,
+    Until,
+    Watch,
+    float32,
+    last_decode,
+    places,
+    read_slots,
+    replay,
+    slots_of,
+    some,
+)
+from tideforge.engine.gates.shadow import Shadow
+from tideforge.engine.scheduler import Step
+from tideforge.errors import CandidateError
 
+POISONS = range(0x3A, 0x46)  # every float type then reads something finite: 7e-4 to about 3e3
+PAUSE_S = (0.02, 0.15)  # while nothing is asked
 DRAWS = 3  # of prompts, until a request was preempted
 
 
 def canary_pages(probe: Probe) -> dict[str, Any]:
-    """Poison in every page; each step may change nothing but its own write slots, and poison must not reach the answer."""
-    probe.arena.fill(POISON)
-    recorder = Recorder(probe.worker, probe.arena, guard=True)
-    prompts = dict(zip("abc", probe.spans([9, 17, 30]), strict=True))
-    chains = drain(probe.core(recorder), [probe.request(name, prompt, 3) for name, prompt in prompts.items()], 3)
-    if recorder.violations:
-        raise Caught("; ".join(recorder.violations[:3]))
-    return {"worst_gap": require_right(probe, chains, prompts), "bound": probe.bounds.logit_gap}
+    """Poison in every page, then a replay as it is timed: a step may change nothing but its own write slots, in free pages or others',
+    and poison must not reach an answer."""
+    rng = np.random.default_rng(probe.secret())
+    probe.arena.fill(int(rng.choice(POISONS)))
+    shadow, until = Shadow(probe), Until(rng)
+
+    def after(step: Step, runs: list[Sequence[int]]) -> None:
+        shadow.take(step)
+        shadow.require("was written by a step that does not have it")
+        until.after(step, runs)
+
+    found = replay(probe, Watch(probe.worker, after=after), until.is_now)
+    gap = require_right(probe, *some(rng, found))
+    return {"worst_gap": gap, "bound": probe.bounds.logit_gap, "steps": until.steps, "slots": shadow.slots}
+
+
+def nan_pages(probe: Probe) -> dict[str, Any]:
+    """NaN in all free pages, and before each step in the dummy page, to which padded rows belong: it must not reach an answer."""
+    rng = np.random.default_rng(probe.secret())
+    probe.arena.fill(0xFF)
+    until = Until(rng)
+    try:
+        found = replay(probe, Watch(probe.worker, lambda step: _poison_dummy(probe), until.after), until.is_now)
+    except CandidateError as error:
+        if error.outcome != "not_finite":
+            raise
+        raise Caught(f"NaN in pages that no row may read reached an answer: {error.message}") from error
+    finally:
+        probe.arena.fill(POISON)
+    gap = require_right(probe, *some(rng, found))
+    return {"worst_gap": gap, "bound": probe.bounds.logit_gap, "steps": until.steps}
+
+
+def _poison_dummy(probe: Probe) -> None:
+    """NaN in block 0, of every layer."""
+    for layer in probe.layers:
+        for values in (False, True):
+            first = probe.arena.plane(layer, values)[0]
+            bits = np.full(first.shape, -1, f"i{first.itemsize}").view(first.dtype)
+            probe.arena.store(layer, values, np.arange(len(first)), bits)
 
 
 def block_reuse(probe: Probe) -> dict[str, Any]:
@@ -57,36 +110,84 @@ def _reuse(probe: Probe) -> dict[str, Any]:
 
 
 def written_kv(probe: Probe) -> dict[str, Any]:
-    """K and V of every layer as the authority reads them from the pages, against the reference's."""
+    """K and V of every layer as the authority reads them from the pages, against the reference's: of a request by itself, and of one
+    in a replay as it is timed."""
     prompt = probe.spans([40])[0]
     recorder = Recorder(probe.worker, probe.arena)
     chain = drain(probe.core(recorder), [probe.request("kv", prompt, 4)], 1)["kv"]
     row = recorder.rows["kv"][-1]
-    tokens = (prompt + tuple(chain))[: row.context]
-    keys, values = probe.reference.kv(tokens, probe.layers)
-    slots = np.asarray(row.blocks)[np.arange(row.context) // probe.arena.layout.block_size]
-    offsets = np.arange(row.context) % probe.arena.layout.block_size
+    alone = _require_written(probe, "kv", (*prompt, *chain)[: row.context], row.blocks)
+    rng = np.random.default_rng(probe.secret())
+    until, last = Until(rng), dict[str, Place]()
+
+    def after(step: Step, runs: list[Sequence[int]]) -> None:
+        until.after(step, runs)
+        for place in places(step):
+            emitted = [int(run[place.logits_row]) for run in runs[:-1]]
+            last[place.request] = dataclasses.replace(place, inputs=(*place.inputs, *emitted))
+
+    found = replay(probe, Watch(probe.worker, after=after), until.is_now)
+    name = str(rng.choice(sorted(last)))
+    tokens = (*found.prompts[name], *found.chains[name])[: last[name].context]
+    beside = _require_written(probe, name, tokens, last[name].blocks)
+    return {
+        "worst_share_of_bound": max(alone, beside), "layers": len(probe.layers), "tokens": row.context + len(tokens),
+    }  # fmt: skip
+
+
+def _require_written(probe: Probe, request: str, tokens: tuple[int, ...], blocks: Sequence[int]) -> float:
+    """The worst share of its bound that an element takes."""
+    slots, dtype = slots_of(probe.arena, blocks, len(tokens)), probe.arena.layout.dtype
+    expected = probe.reference.kv(tokens, probe.layers)
     # The noise of these very tokens: the first few of a sequence can carry activations a hundred times the usual.
-    bounds = probe.reference.bounds(probe.arena.layout.dtype, tokens, probe.layers)
+    own = probe.reference.bounds(dtype, tokens, probe.layers)
+    limits = (np.maximum(own.key, probe.bounds.key), np.maximum(own.value, probe.bounds.value))
+    found = read_slots(probe.arena, probe.layers, slots)
     worst = 0.0
-    for layer in probe.layers:
-        for name, expected, is_value, limits in (
-            ("keys", keys[layer], False, np.maximum(bounds.key, probe.bounds.key)),
-            ("values", values[layer], True, np.maximum(bounds.value, probe.bounds.value)),
-        ):
-            got = float32(probe.arena.plane(layer, is_value)[slots, offsets], probe.arena.layout.dtype)
-            errors = np.abs(got - expected)
-            worst = max(worst, float(errors.max()) / limits[layer])
-            if not errors.max() <= limits[layer]:
-                token, head, _ = np.unravel_index(int(np.nan_to_num(errors, nan=np.inf).argmax()), errors.shape)
-                raise Caught(
-                    f"layer {layer} {name}, token {token}, head {head}: off by {errors.max():.4g}; bound {limits[layer]:.4g}"
-                )
-    return {"worst_share_of_bound": worst, "layers": len(probe.layers), "tokens": row.context}
+    for layer, side in itertools.product(
+        range(len(probe.layers)), range(2)
+    ):  # what goes wrong in one layer goes on in the next
+        error = np.nan_to_num(np.abs(float32(found[side][layer], dtype) - expected[side][layer]), nan=np.inf)
+        limit = limits[side][layer]
+        worst = max(worst, float(error.max() / limit))
+        if not error.max() <= limit:
+            token, head, _ = np.unravel_index(int(error.argmax()), error.shape)
+            raise Caught(
+                f"request {request}, layer {layer} {'values' if side else 'keys'}, token {token}, head {head}: off by "
+                f"{error.max():.4g}; bound {limit:.4g}"
+            )
+    return worst
 
 
-def float32(plane: np.ndarray, dtype: str) -> np.ndarray:
-    """Pages as the authority sees them (16-bit floats as uint16) in fp32."""
-    if dtype == "bfloat16":
-        return to_float32("BF16", plane)
-    return plane.view(np.float16).astype(np.float32) if dtype == "float16" else plane
+def held_outputs(probe: Probe) -> dict[str, Any]:
+    """Once a step's tokens are there its logits and all pages stay as they are while nothing is asked, and the pages of what has
+    finished also through the steps that follow."""
+    rng = np.random.default_rng(probe.secret())
+    shadow, moment, until = Shadow(probe), Moment(rng, last_decode(probe), mean=1.0), Until(rng, mean=6.0)
+    held: list[Step] = []
+
+    def after(step: Step, runs: list[Sequence[int]]) -> None:
+        until.after(step, runs)
+        shadow.take(step)
+        if moment.has_come(step) or until.is_now():
+            held.append(step)
+            _require_held(probe, shadow, step, float(rng.uniform(*PAUSE_S)))
+
+    found = replay(probe, Watch(probe.worker, after=after), until.is_now)
+    time.sleep(PAUSE_S[1])
+    shadow.require("changed after the step that wrote it was answered")
+    gap = require_right(probe, *some(rng, found))
+    return {"worst_gap": gap, "bound": probe.bounds.logit_gap, "held": len(held), "steps": until.steps}
+
+
+def _require_held(probe: Probe, shadow: Shadow, step: Step, pause_s: float) -> None:
+    logits = probe.arena.logits(len(step.request_ids)).copy()
+    time.sleep(pause_s)
+    now = probe.arena.logits(len(step.request_ids))
+    changed = (logits.view(np.uint32) != now.view(np.uint32)).any(axis=1)
+    if changed.any():
+        row = int(changed.argmax())
+        raise Caught(
+            f"request {step.request_ids[row]}: its logits changed after they were answered, while nothing was asked"
+        )
+    shadow.require("changed after the step that wrote it was answered")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from tideforge.data.workload import RequestShape
 from tideforge.engine.blocks import BlockPool
 from tideforge.engine.compare import Bounds
 from tideforge.engine.core import EngineCore
@@ -18,6 +19,12 @@ from tideforge.engine.memory import Arena
 from tideforge.engine.reference import Reference
 from tideforge.engine.scheduler import Request, SchedulerLimits, Step
 
+SHAPES = (
+    RequestShape(24, 8),
+    RequestShape(17, 12),
+    RequestShape(40, 6),
+    RequestShape(5, 16),
+)  # where no workload is known
 POISON = 0x42  # every float type then reads about 48.6: stale, wrong, finite
 
 
@@ -96,10 +103,21 @@ class Probe:
     bounds: Bounds
     text: tuple[int, ...]  # token ids of real text that no search saw
     secret: Callable[[], int]
+    shapes: tuple[RequestShape, ...] = SHAPES  # what timed blocks replay, and how many of them at once
+    users: int = 4
+    captured: tuple[int, ...] = ()  # batch sizes of decodes that the worker has graphs of
 
-    def core(self, recorder: Executor, num_blocks: int | None = None, prefix_cache: bool = False) -> EngineCore:
+    def timed_core(self, executor: Executor) -> EngineCore:
+        """As timed blocks have it: with runs of decodes, without a prefix cache."""
+        core = EngineCore(self.limits, BlockPool(self.arena.layout.num_blocks, self.arena.layout.block_size, False))
+        core.attach(self.forward, executor)
+        return core
+
+    def core(
+        self, recorder: Executor, num_blocks: int | None = None, prefix_cache: bool = False, decode_steps: int = 1
+    ) -> EngineCore:
         layout = self.arena.layout
-        limits = dataclasses.replace(self.limits, decode_steps=1)
+        limits = dataclasses.replace(self.limits, decode_steps=decode_steps)
         core = EngineCore(limits, BlockPool(num_blocks or layout.num_blocks, layout.block_size, prefix_cache))
         core.attach(self.forward, recorder)
         return core

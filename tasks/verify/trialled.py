@@ -107,7 +107,7 @@ class Trialled:
     def probe(self) -> Probe:
         return Probe(
             self.candidate.id, self.b, self.arena, self.reference, self.settings.limits, self.layers, self.bounds, self.corpus,
-            lambda: secrets.randbits(63),
+            lambda: secrets.randbits(63), self.workload.held_out, self.workload.users, self.settings.capture_rows,
         )  # fmt: skip
 
     def warm(self) -> None:

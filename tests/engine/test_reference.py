@@ -11,7 +11,7 @@ import torch
 
 from tideforge.engine import compare, doubles
 from tideforge.engine.arithmetic import Reordered
-from tideforge.engine.reference import Reference, measure_noise
+from tideforge.engine.reference import ORDERS, Reference, measure_noise
 from tideforge.engine.reference_model import ReferenceModel
 from tideforge.errors import ProtocolError, UserError
 
@@ -206,10 +206,12 @@ def test_every_layers_pages_head_and_place_count(reference: Reference) -> None:
     assert moved < 3e-5, "places are turned into the keys: attention itself knows no order"
 
 
-def test_noise_on_pages_is_that_of_one_step(reference: Reference) -> None:
+def test_other_orders_on_pages_are_the_noise_of_one_step(reference: Reference) -> None:
     start = 30
     keys, values = (part[:, :start] for part in reference.kv(TOKENS))
-    fine, coarse = (reference.noise_on_pages(dtype, TOKENS, start, keys, values) for dtype in ("float32", "bfloat16"))
-    assert 0 < fine < 1e-3 < coarse
+    plain = reference.on_pages(TOKENS, start, keys, values)
+    fine, coarse = (reference.orders_on_pages(dtype, TOKENS, start, keys, values) for dtype in ("float32", "bfloat16"))
+    assert fine.shape == coarse.shape == (ORDERS, len(TOKENS) - start, doubles.VOCAB)
+    assert 0 < np.abs(fine - plain).max() < 1e-3 < np.abs(coarse - plain).max()
     with pytest.raises(ValueError, match="on_pages"):
         reference.on_pages(TOKENS, start, keys[:, 1:], values)
