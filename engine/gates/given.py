@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tideforge.engine.blocks import BlockPool, chain_key, root_key
-from tideforge.engine.gates.pages import Bits, expect, require
+from tideforge.engine.gates.pages import Bits, Judge, expect
 from tideforge.engine.gates.probe import Probe, Recorder, drain
 from tideforge.engine.gates.replay import Place, slots_of, write_slots
 from tideforge.engine.keeper import convert
@@ -31,7 +31,7 @@ def given_pages(probe: Probe) -> dict[str, Any]:
         name: probe.spans([length + int(rng.integers(1, min(size, MOST_NEW + 1)))])[0]
         for name, length in lengths.items()
     }
-    worst = moved = 0.0
+    judge, moved = Judge(), 0.0
     for names in ("abc", "bc"):
         pages = {name: _dealt(rng, stock, lengths[name]) for name in names}
         recorder, chains = _answered(probe, prompts, pages)
@@ -40,10 +40,11 @@ def given_pages(probe: Probe) -> dict[str, Any]:
             place = Place(name, 0, (), lengths[name], (*prompts[name][lengths[name] :], *chains[name][:at]))
             found = expect(probe, place, "exchanged in their older half", _halved(pages[name]), pages[name])
             what = f"on pages of {lengths[name]} tokens that it was given"
-            worst = max(worst, require(found, recorder.rows[name][at].logits, what))
+            judge.see(found, recorder.rows[name][at].logits, what)
             moved = max(moved, found.moved / found.bound)
+    judge.require_followed()
     return {
-        "contexts": list(lengths.values()), "worst_share_of_bound": worst, "older_half_moves_in_bounds": moved,
+        "contexts": list(lengths.values()), "worst_share_of_bound": judge.worst, "older_half_moves_in_bounds": moved,
     }  # fmt: skip
 
 

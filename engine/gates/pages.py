@@ -97,7 +97,7 @@ class Expected:
     @property
     def tells(self) -> bool:
         """The change moved some logit by more than twice the bound; or by more than twice the noise that was seen anywhere, and
-        all of them further than twice SAFETY times what noise goes along its direction. Then noise cannot explain which were read."""
+        all of them further than twice SAFETY times what noise goes along its direction."""
         along = float(np.abs(self.noise @ (self.now - self.plain)).max())
         beyond_noise = self.moved > MATTERS * self.bound / SAFETY and MATTERS * SAFETY * along < self._square
         return self.moved > MATTERS * self.bound or beyond_noise
@@ -132,21 +132,35 @@ def _question(probe: Probe, place: Place, pages: Bits) -> tuple[list[int], int, 
     return [0] * place.start + [*place.inputs], place.start, keys, values
 
 
-def require(row: Expected, got: np.ndarray, what: str) -> float:
-    """Logits [V] must be those of the pages as they are: each within the bound, and nearer to them than to the pages as they were.
+class Judge:
+    """Holds answers against what is expected, row by row and, where a bound is wider than what a change moves, all rows together."""
 
-    Returns the largest difference's share of the bound.
-    """
-    off, was = (np.nan_to_num(np.abs(got - other), nan=np.inf) for other in (row.now, row.plain))
-    doubted = bool(row.kind) and row.tells and not row.share(np.nan_to_num(got)) > 0.5
-    if doubted or not off.max() <= row.bound:
+    def __init__(self) -> None:
+        self.worst = 0.0  # largest difference, as a share of its bound
+        self.followed: list[
+            tuple[float, str]
+        ] = []  # of rows whose change tells: how far they went with it, and evidence
+
+    def see(self, row: Expected, got: np.ndarray, what: str) -> None:
+        """Logits [V] must be those of the pages as they are, each within the bound."""
+        off, was = (np.nan_to_num(np.abs(got - other), nan=np.inf) for other in (row.now, row.plain))
         token = int(off.argmax())
-        raise Caught(
+        evidence = (
             f"request {row.place.request}, {what} before it had {row.place.context} tokens: logit {token} is {got[token]:.5g}, on "
             f"those very pages {row.now[token]:.5g}, off by {off.max():.4g}, bound {row.bound:.4g}; it is {was.max():.4g} from what "
             f"the pages said before, from where they moved {row.moved:.4g}"
         )
-    return float(off.max()) / row.bound
+        if not off.max() <= row.bound:
+            raise Caught(evidence)
+        self.worst = max(self.worst, float(off.max()) / row.bound)
+        if row.kind and row.tells:
+            self.followed.append((row.share(got), evidence))
+
+    def require_followed(self) -> None:
+        """Most of the rows must be nearer to the changed pages than to the former ones. One may not: a token at the edge between two
+        experts goes to the other one by noise alone."""
+        if self.followed and np.median([share for share, _ in self.followed]) <= 0.5:
+            raise Caught(f"most of {len(self.followed)} answers went with the former pages; {min(self.followed)[1]}")
 
 
 class Meddler:
@@ -159,7 +173,7 @@ class Meddler:
         self.expected: list[Expected] = []
         self.changed = False  # whether this replay has seen a change
         self.seen: Counter[str] = Counter()
-        self.worst, self.least_moved = 0.0, np.inf
+        self.judge, self.least_moved = Judge(), np.inf
 
     @property
     def missing(self) -> list[Kind]:
@@ -217,7 +231,7 @@ class Meddler:
                 place = dataclasses.replace(row.place, inputs=row.place.inputs + emitted)
                 row = self._expect(place, row.kind, row.before, row.pages)
             what = f"its pages {row.kind}" if row.kind else "others' pages changed, not its own"
-            self.worst = max(self.worst, require(row, logits[row.place.logits_row], what))
+            self.judge.see(row, logits[row.place.logits_row], what)
             self.seen[row.kind] += 1
             if row.kind:
                 self.changed = True
@@ -255,9 +269,10 @@ def own_pages(probe: Probe) -> dict[str, Any]:
         watch = Watch(probe.worker, meddler.before, meddler.after)
         replay(probe, watch, lambda: meddler.changed, drawn)
         if again % 2 == 1 and not meddler.missing:
+            meddler.judge.require_followed()
             return {
                 "changes": {kind.__name__: meddler.seen[kind.__name__] for kind in KINDS}, "left_alone": meddler.seen[""],
-                "worst_share_of_bound": meddler.worst, "least_moved_in_bounds": float(meddler.least_moved),
+                "worst_share_of_bound": meddler.judge.worst, "least_moved_in_bounds": float(meddler.least_moved),
             }  # fmt: skip
     names = ", ".join(kind.__name__ for kind in meddler.missing)
     raise Caught(f"in {REPLAYS} replays no change of these kinds moved the reference beyond doubt: {names}")

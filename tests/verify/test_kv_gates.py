@@ -12,21 +12,25 @@ from typing import Any
 import pytest
 import torch
 
+from tideforge.engine.blocks import BlockPool
 from tideforge.engine.compare import Bounds
 from tideforge.engine.config import Limits, ModelConfig, Settings
 from tideforge.engine.doubles import DOUBLES
 from tideforge.engine.forward import Forward
-from tideforge.engine.gates import GATES
+from tideforge.engine.gates import GATES, pages
 from tideforge.engine.gates.caught import Caught
 from tideforge.engine.gates.local import TEXT, local_probe
 from tideforge.engine.gates.probe import Probe
+from tideforge.engine.gates.shadow import write_slots_of
 from tideforge.engine.model_config import model_for
 from tideforge.engine.reference import Reference
+from tideforge.engine.scheduler import Request, Scheduler
 
 OURS = (
     "own_pages", "given_pages", "canary_pages", "nan_pages", "written_kv", "held_outputs", "permuted_tables", "abort_cycles",
     "batch_sizes", "back_to_back", "interleaved_against_serial", "block_reuse",
 )  # fmt: skip
+IN_RUNS = ("own_pages", "canary_pages", "nan_pages", "written_kv", "held_outputs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,14 +71,24 @@ def evidence(gate: str, probe: Probe) -> str:
     return ""
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("double", ["llama", "moe", "deepseek"])
+def test_the_raw_forwards_pass(double: str, tmp_path: Path) -> None:
+    with bench_of(double, tmp_path) as bench:
+        for gate in OURS:
+            assert evidence(gate, bench.probe()) == "", gate
+        in_runs = bench.probe(limits=dataclasses.replace(bench.settings.limits, decode_steps=4))
+        for gate in IN_RUNS:
+            assert evidence(gate, in_runs) == "", gate
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("double", ["llama", "qwen3", "moe", "deepseek"])
-def test_the_raw_forwards_pass(double: str, dtype: str, tmp_path: Path) -> None:
-    with bench_of(double, tmp_path, dtype) as bench:
-        limits = dataclasses.replace(bench.settings.limits, decode_steps=4)
-        for probe in (bench.probe(), bench.probe(limits=limits)):
-            for gate in OURS:
-                assert evidence(gate, probe) == "", gate
+def test_the_raw_forwards_pass_in_16_bits(double: str, tmp_path: Path) -> None:
+    """Of these small mixtures a token goes to another expert so seldom that the measured noise may not hold it: their K and V are
+    not compared."""
+    with bench_of(double, tmp_path, "bfloat16") as bench:
+        for gate in OURS if double in ("llama", "qwen3") else ("own_pages", "given_pages", "nan_pages", "canary_pages"):
+            assert evidence(gate, bench.probe()) == "", gate
 
 
 def edited(bench: Bench, *edits: Edit) -> Forward:
@@ -228,3 +242,36 @@ def test_pages_of_its_own_are_caught_on_latent_attention_and_experts(double: str
         assert re.search(r"request [abc], on pages of", evidence("given_pages", bench.probe(cheat)))
         scaled = edited(bench, (write, write + "        self.values.flatten(0, 1)[slots] *= 1.001\n"))
         assert re.search(r"layer \d values, token \d+", evidence("written_kv", bench.probe(scaled)))
+
+
+def test_in_16_bits_answers_of_the_former_pages_are_caught_though_the_bound_is_wide(tmp_path: Path) -> None:
+    with bench_of("moe", tmp_path, "bfloat16") as bench:
+        cheat = edited(bench, *own_pages_beside(WRITE, "(k, v)"))
+        assert re.search(r"request \d+, its pages", evidence("own_pages", bench.probe(cheat)))
+
+
+def test_changes_that_move_nothing_have_not_passed(llama: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "KINDS", (unmoved,))
+    assert evidence("own_pages", llama.probe()) == (
+        f"in {pages.REPLAYS} replays no change of these kinds moved the reference beyond doubt: unmoved"
+    )
+
+
+def unmoved(rng: object, own: pages.Bits, other: pages.Bits, strength: int) -> None:
+    """No change at all."""
+
+
+def test_a_run_of_decodes_may_write_the_slots_of_all_its_tokens() -> None:
+    pool = BlockPool(8, 4, prefix_cache=False)
+    scheduler = Scheduler(Limits(2, 16, 64, decode_steps=5), pool)
+    for name, length in (("a", 3), ("b", 6)):
+        scheduler.add(Request(name, tuple(range(length)), 9))
+    first = scheduler.schedule("")
+    assert first is not None
+    assert write_slots_of(first, 4).tolist() == first.slot_mapping.tolist()
+    scheduler.commit(first, [1, 1])
+    run = scheduler.schedule("")
+    assert run is not None and run.num_steps == 5
+    tables = run.block_tables.tolist()
+    expected = [tables[row][at // 4] * 4 + at % 4 for row, begin in ((0, 3), (1, 6)) for at in range(begin, begin + 5)]
+    assert write_slots_of(run, 4).tolist() == expected
