@@ -48,6 +48,7 @@ class Settings:
     worker_memory_bytes: int = 0  # that a worker may hold on the host beside weights and arena; 0: half of what is free
     spares: int = 1  # workers that stand by for the next candidates
     dry_runs: bool = True  # on a GPU: compile under a throwaway capture, while another candidate may be timed
+    sandbox: str = "prefer"  # of workers: "require" one, "prefer" one where it can be had, "off"
     lookahead: int | None = None  # trials prepared beside the one that is measured; None: 2 on a GPU, 0 on the CPU
 
     @property

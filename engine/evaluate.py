@@ -79,6 +79,7 @@ class Bench:
             measure.run_block(side.core, side.forward, *self.replay(), self.workload.users)  # kernels are compiled now
             self.lab.trust(self.incumbent)
             self.lab.capture(worker)
+            self.lab.keep_kernels(self.incumbent)
         block = measure.run_block(side.core, side.forward, *self.replay(), self.workload.users)
         check.require_right(self.reference, block.answers[:CHECKED_ANSWERS], self.layers, self.bounds.logit_gap)
         longest = max(
@@ -165,13 +166,11 @@ class Bench:
         if not self.staging.release(prepared):
             outcome, figures = Outcome.WEIGHTS_WRITTEN, None
             message = "the weights' checksum is another than before it; they are restored"
-        if outcome is not Outcome.PASSED:
-            self.lab.forget_kernels(prepared.forward)
         if prepared.suspect:
             return prepared.trial
         done = dataclasses.replace(
             prepared.trial, outcome=outcome, message=message, figures=figures, finished_at=time.time(),
-            environment={**environment(), "device": self.settings.device}, **prepared.spent.parts,
+            environment={**environment(), "device": self.settings.device, "sandbox": str(self.lab.sandbox)}, **prepared.spent.parts,
         )  # fmt: skip
         self.ladder.note(done)
         return done

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -25,7 +24,9 @@ from tideforge.engine.events import log_event
 from tideforge.engine.executor import RemoteExecutor
 from tideforge.engine.forward import Forward
 from tideforge.engine.guard import has_ended, start_detached
+from tideforge.engine.kernels import copy_kernels
 from tideforge.engine.memory import Arena
+from tideforge.engine.sandbox import Places, sandbox_for
 from tideforge.engine.spawn import Nursery
 from tideforge.errors import CandidateError, ProtocolError, UserError
 
@@ -41,6 +42,7 @@ class Lab:
         """`events`: the folder whose events.jsonl counts the workers started here; the state folder if absent.
 
         `private_logits`: the workers' logits are their own, not the arena's. Then several may share an arena and step at once.
+        UserError when the settings require a sandbox that cannot be had here.
         """
         self.settings, self.private_logits = settings, private_logits
         self.events = events or settings.state
@@ -50,10 +52,14 @@ class Lab:
         self._keeper: socket.socket | None = None
         self._asking = threading.RLock()  # one question to the keeper at a time
         self._weights: protocol.Message | None = None
-        self.nursery = Nursery(settings.state / "logs" / "workers.log", worker_environment(settings.threads))
-        self._workers: list[RemoteExecutor] = []
+        self.sandbox = sandbox_for(
+            settings.sandbox, places_of(settings), settings.device, worker_environment(settings.threads)
+        )
+        log = settings.state / "logs" / "workers.log"
+        self.nursery = Nursery(log, worker_environment(settings.threads), self.sandbox)
+        self._workers: dict[RemoteExecutor, str] = {}  # and the id of the forward that each was given first
         self.trusted_kernels: Path | None = None
-        self.rehearsal: dict[str, str] | None = None
+        self.rehearsal: str | None = None  # folder of the trusted forward
         self.memory_bytes = settings.worker_memory_bytes or max(LEAST_MEMORY, procfs.available_bytes() // 2)
 
     @property
@@ -106,7 +112,7 @@ class Lab:
     def spare(self, arena: Arena, clock_held: bool = False) -> RemoteExecutor:
         """A worker with memory mapped, waiting for a forward. `clock_held`: whoever asks holds the clock, and it need not."""
         worker = self._spawn(arena, clock_held)
-        self._workers.append(worker)
+        self._workers[worker] = ""
         log_event(self.events, "worker_start", worker=worker.pid)
         return worker
 
@@ -117,20 +123,27 @@ class Lab:
             self.settings.device,
         )  # fmt: skip
         worker = RemoteExecutor(ward, sock, arena)
-        header, fds = self.attachment(arena)
-        protocol.send(sock, {**header, "clock": "" if clock_held else header["clock"]}, fds=fds)
+        if self.trusted_kernels is not None:
+            copy_kernels(self.trusted_kernels, kernels_of(worker))
+        header, fds = self.attachment(arena, kernels_of(worker))
+        if self.rehearsal is None or clock_held:
+            protocol.send(sock, header, fds=fds)
+        else:
+            with self._clock_path.open("a") as clock:  # a worker sees no lock file; of this one it has its own opening
+                protocol.send(sock, {**header, "clock": True}, fds=(*fds, clock.fileno()))
         return worker
 
-    def attachment(self, arena: Arena) -> tuple[dict[str, Any], tuple[int, int]]:
-        """What attaches a worker: the message, and the descriptors of weights and arena."""
+    def attachment(self, arena: Arena, kernels: Path) -> tuple[dict[str, Any], tuple[int, int]]:
+        """What attaches a worker: the message, and the descriptors of weights and arena. It compiles into `kernels`."""
         weights = self._ask_weights()
         header = {
             "type": "attach", "model": str(self.settings.model.resolve()), "dtype": self.settings.dtype,
             "threads": self.settings.threads, "device": self.settings.device, "cpus": list(self.settings.worker_cpus),
             "memory_bytes": self.memory_bytes,
             "layout": self.layout.to_dict(), "limits": vars(self.settings.limits),
-            "entries": weights.header["entries"], "bytes": weights.header["bytes"], "clock": str(self._clock_path),
-            "rehearse": self.rehearsal, "dry": self.settings.dry_runs, "private_logits": self.private_logits,
+            "entries": weights.header["entries"], "bytes": weights.header["bytes"], "clock": False,
+            "kernels": str(kernels), "rehearse": self.rehearsal, "dry": self.settings.dry_runs,
+            "private_logits": self.private_logits,
         }  # fmt: skip
         return header, (weights.fds[0], arena.worker_fd)
 
@@ -158,13 +171,15 @@ class Lab:
         self.wait_ready(worker)
         folder = forward.save(self.settings.state / "forwards").resolve()
         layers = layers or range(self.config.num_hidden_layers)
-        return worker.stage(folder, layers, timeout_s, self.kernels(forward), self.settings.capture_rows)
+        if not self._workers.get(worker):  # what runs in there later could turn a folder into a link
+            copy_kernels(self.kernels(forward), kernels_of(worker))
+            self._workers[worker] = forward.id
+        return worker.stage(folder, layers, timeout_s, kernels_of(worker), self.settings.capture_rows)
 
     def trust(self, forward: Forward) -> None:
         """From now on spares rehearse with this forward, and candidates begin with the kernels that it compiled."""
-        self.trusted_kernels = self.kernels(forward)
-        folder = forward.save(self.settings.state / "forwards").resolve()
-        self.rehearsal = {"folder": str(folder), "kernels": str(self.trusted_kernels)}
+        self.trusted_kernels = self.keep_kernels(forward)
+        self.rehearsal = str(forward.save(self.settings.state / "forwards").resolve())
 
     def capture(self, worker: RemoteExecutor, timeout_s: float = 60, sampling: bool = False) -> float:
         """Captures the graphs that the settings ask for; seconds. Nothing to do on the CPU. `sampling`: see Runner.capture."""
@@ -172,25 +187,24 @@ class Lab:
         return worker.capture(shapes, timeout_s, sampling) if shapes else 0.0
 
     def kernels(self, forward: Forward) -> Path:
-        """The folder of a forward's compiled kernels, its own; it begins with those that the trusted forward compiled."""
-        folder = (self.settings.state / "kernels" / forward.id).resolve()
-        if not folder.exists() and self.trusted_kernels is not None and self.trusted_kernels.exists():
-            # Triton writes under such names before it renames; the incumbent or a spare may be compiling now.
-            shutil.copytree(self.trusted_kernels, folder, ignore=shutil.ignore_patterns("tmp.*"))
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+        """The folder of what is kept of a forward's compiled kernels; no worker writes there. It may not exist.
 
-    def forget_kernels(self, forward: Forward) -> None:
-        """Removes what a forward compiled, or whatever else it left there; not the trusted forward's."""
-        folder = (self.settings.state / "kernels" / forward.id).resolve()
-        if folder != self.trusted_kernels:
-            shutil.rmtree(folder, ignore_errors=True)
+        Of candidates nothing is kept: each new worker of one is as fresh as its first, and finds no more than its source.
+        """
+        return (self.settings.state / "kernels" / forward.id).resolve()
+
+    def keep_kernels(self, forward: Forward) -> Path:
+        """Keeps what the workers that run a trusted forward have compiled, for the next ones; the folder."""
+        folder = self.kernels(forward)
+        for worker, runs in list(self._workers.items()):
+            if runs == forward.id:
+                copy_kernels(kernels_of(worker), folder)
+        return folder
 
     def release(self, worker: RemoteExecutor) -> None:
         """Ends the worker; idempotent."""
         worker.close()
-        if worker in self._workers:
-            self._workers.remove(worker)
+        self._workers.pop(worker, None)
 
     @contextlib.contextmanager
     def clock(self) -> Iterator[None]:
@@ -225,6 +239,17 @@ class _Kept:
 
     def fill(self, count: int, value: int) -> None:
         self._lab.ask_keeper({"type": "fill", "name": self._name, "bytes": count, "value": value})
+
+
+def places_of(settings: Settings) -> Places:
+    """What workers may see of an endpoint's files."""
+    state = settings.state.resolve()
+    return Places(state, state / "scratch", state / "logs", state / "forwards", settings.model.resolve())
+
+
+def kernels_of(worker: RemoteExecutor) -> Path:
+    """Where a worker compiles: in its own folder, which ends with it."""
+    return worker.ward.own / "kernels"
 
 
 def worker_environment(threads: int) -> dict[str, str]:

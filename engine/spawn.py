@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -13,8 +14,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tideforge.engine import protocol
-from tideforge.engine.ward import MARKER, Ward
+from tideforge.engine import procfs, protocol
+from tideforge.engine.sandbox import PLAIN, Sandbox
+from tideforge.engine.ward import MARKER, Ward, process_of
 from tideforge.engine.warden import Charge
 from tideforge.errors import PeerGone, ProtocolError
 
@@ -26,15 +28,17 @@ TRIES = 2
 class Nursery:
     """Imports once what every worker needs. One that has died is started again when it is needed."""
 
-    def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, log: Path, environment: Mapping[str, str], sandbox: Sandbox = PLAIN) -> None:
         """`log`: for what it and its wardens print. `environment`: its own; its children get theirs one by one."""
-        self.log, self._environment = log, environment
+        self.log, self._environment, self.sandbox = log, environment, sandbox
         self._process: subprocess.Popen[bytes] | None = None
+        self._pidfd: int | None = None  # in a sandbox it is not the process started here
         self._lock = threading.Lock()
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process else None
+        """None until it had a first worker."""
+        return process_of(self._pidfd) if self._pidfd is not None else None
 
     def start(self) -> None:
         """Starts it unless it runs, and does not wait until it is ready."""
@@ -47,6 +51,8 @@ class Nursery:
         self._end()
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         command = [sys.executable, "-P", "-m", "tideforge.engine.nursery", "--fd", str(theirs.fileno())]
+        if self.sandbox.on:
+            command = [*self.sandbox.words, *command, "--confined"]
         # It must stay single-threaded, and numpy's library would start its threads at once.
         environment = {**self._environment, "OPENBLAS_NUM_THREADS": "1", "TIDEFORGE_ROOM": "." * ROOM}
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -67,14 +73,15 @@ class Nursery:
         own = scratch.resolve() / marker
         charge = Charge(
             log=str(self.log.resolve()), scratch=str(own), memory_bytes=memory_bytes, device=device,
+            confined=self.sandbox.on, hidden=self.sandbox.hidden,
             environment={MARKER: marker, **environment, **folders(own)},  # the mark first: what /proc shows may be cut
         )  # fmt: skip
         for _ in range(TRIES):
             with contextlib.suppress(PeerGone):
-                return self._ward(charge, marker)
+                return self._ward(charge, marker, own)
         raise ProtocolError(f"the nursery ended while it was asked for a worker; see {self.log}")
 
-    def _ward(self, charge: Charge, marker: str) -> tuple[Ward, socket.socket]:
+    def _ward(self, charge: Charge, marker: str, own: Path) -> tuple[Ward, socket.socket]:
         # A pair of sockets for each try: a warden of the last one may be alive.
         control, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -84,7 +91,7 @@ class Nursery:
             with there, theirs:
                 warden = self._bear(charge, (there.fileno(), theirs.fileno()))
             undo.callback(os.close, warden)
-            ward = Ward(warden, control, marker)
+            ward = Ward(warden, control, marker, own)
             undo.pop_all()
             return ward, ours
 
@@ -94,10 +101,13 @@ class Nursery:
             self._start()
             try:
                 protocol.send(self._sock, {"type": "bear", **dataclasses.asdict(charge)}, fds=fds)
-                return protocol.recv(self._sock, IMPORT_S).fds[0]
+                warden, itself = protocol.recv(self._sock, IMPORT_S).fds
             except ProtocolError:
                 self._end()
                 raise
+            self._forget()
+            self._pidfd = itself
+            return warden
 
     def close(self) -> None:
         """Its wardens go on until their own sockets are closed."""
@@ -107,9 +117,25 @@ class Nursery:
     def _end(self) -> None:
         if self._process is not None:
             self._sock.close()
-            self._process.kill()
+            self._kill()
             self._process.wait()
             self._process = None
+            self._forget()
+
+    def _kill(self) -> None:
+        """A sandbox lasts as long as a warden lives in it; what no warden is in yet goes as a whole."""
+        assert self._process is not None
+        if self._pidfd is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        else:
+            procfs.kill(procfs.below(self._process.pid))
+        self._process.kill()
+
+    def _forget(self) -> None:
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
 
 
 def folders(own: Path) -> dict[str, str]:

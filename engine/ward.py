@@ -10,6 +10,7 @@ import select
 import signal
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 from tideforge.engine import procfs
@@ -63,6 +64,12 @@ class End:
         return "exited", f"the worker ended by itself with code {self.code}"
 
 
+def process_of(pidfd: int) -> int:
+    """The process id, as this end sees it: in a sandbox the process has another. pidfd_open(2), fdinfo."""
+    with open(f"/proc/self/fdinfo/{pidfd}") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("Pid:"))
+
+
 def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
@@ -73,12 +80,22 @@ def signal_name(number: int) -> str:
 class Ward:
     """A worker under its warden. `end` takes everything away that the worker ever started; it may be called again."""
 
-    def __init__(self, warden: int, control: socket.socket, marker: str) -> None:
-        """`warden`: its pidfd, which never means another process. Raises ProtocolError when it starts no worker."""
-        self._warden, self._control, self._marker = warden, control, marker
+    def __init__(self, warden: int, control: socket.socket, marker: str, own: Path = Path()) -> None:
+        """`warden`: its pidfd, which never means another process. `own`: the worker's folder.
+
+        Raises ProtocolError when it starts no worker.
+        """
+        self._warden, self._control, self._marker, self.own = warden, control, marker, own
         self._buffer = b""
         self.ended: End | None = None
-        self.pid = int(self._expect("pid", START_S)["pid"])
+        self._fds: list[int] = []
+        self._expect("pid", START_S)
+        try:
+            self.pid = process_of(self._fds[0])
+        finally:
+            for fd in self._fds:
+                os.close(fd)
+        self.warden_pid = process_of(warden)
         self._statm: int | None = None
 
     @property
@@ -110,6 +127,13 @@ class Ward:
         except OSError:
             return 0
         return PAGE * (int(fields[1]) - int(fields[2])) if fields else 0
+
+    def cpu_seconds(self) -> float:
+        """CPU time that the worker used so far, with its threads, what it started and still runs, and what of that it waited for.
+
+        Read from outside, in microseconds: the difference of two calls says what it did meanwhile. 0 once it has ended.
+        """
+        return sum(map(procfs.cpu_seconds, procfs.below(self.warden_pid)))
 
     def end(self, patience_s: float = 0.0) -> End:
         """How the worker ended; it is ended now when it has not within `patience_s`."""
@@ -156,7 +180,8 @@ class Ward:
         while b"\n" not in self._buffer:
             try:
                 self._control.settimeout(max(1e-3, deadline - time.monotonic()))
-                got = self._control.recv(1 << 16)
+                got, fds, _, _ = socket.recv_fds(self._control, 1 << 16, 1)
+                self._fds += fds
             except OSError:  # TimeoutError among them
                 return {}
             if not got:

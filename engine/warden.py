@@ -1,9 +1,9 @@
 """The warden: one small process a worker, which starts it, watches it, ends it with everything it started, and says how it
 ended. It runs no candidate code and needs no more than the standard library.
 
-The nursery forks it, and it forks the worker. Over its control socket, one JSON object a line: {"pid"} first; for each line
-"census" what runs now; {"end"} last, when the worker has ended or the socket got "end" or was closed. So a worker outlives
-neither the authority nor its warden.
+The nursery forks it, and it forks the worker. Over its control socket, one JSON object a line: {"pid"} first, with a pidfd
+of the worker, because its process id means nothing outside a sandbox; for each line "census" what runs now; {"end"} last,
+when the worker has ended or the socket got "end" or was closed. So a worker outlives neither the authority nor its warden.
 
 Everything below the worker dies with it, sessions of its own included: by a process namespace where one can be made, else
 as descendants of the warden, which adopts what loses its parent.
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tideforge.engine import procfs
+from tideforge.engine.confine import confine, require_pid_namespace
 from tideforge.engine.forked import close_all_but, reset_signals, run_as_program, take_over
 from tideforge.engine.guard import adopt_orphans, die_with_parent, enter_pid_namespace
 from tideforge.engine.tracer import Tracer
@@ -55,6 +56,8 @@ class Charge:
     memory_bytes: int  # what it may hold on the host
     environment: dict[str, str]
     device: str = "cpu"  # where it computes
+    confined: bool = False  # the nursery runs in a sandbox, and the worker gets its own part of it
+    hidden: tuple[str, ...] = ()  # folders in there that are not the worker's business
 
     @classmethod
     def of(cls, header: Mapping[str, Any]) -> Charge:
@@ -87,8 +90,7 @@ class Warden:
 
     def start(self, worker_fd: int, live: Callable[[int], None]) -> None:
         adopt_orphans()
-        # CUDA reads /proc by its own process id, so a namespace that keeps the old /proc breaks it: descendants are adopted.
-        self.first = start_first() if self.charge.device == "cpu" and enter_pid_namespace() else None
+        self.first = start_first() if self._namespace() else None
         hold, release = os.pipe2(os.O_CLOEXEC)
         self.worker = os.fork()
         if self.worker == 0:
@@ -96,7 +98,15 @@ class Warden:
         self.tracer = Tracer(self.worker, WEIGHTS)
         for fd in (hold, release, self.worker_output, worker_fd):
             os.close(fd)
-        self._say({"pid": self.worker})
+        socket.send_fds(self.control, [b'{"pid": %d}\n' % self.worker], [pidfd := os.pidfd_open(self.worker)])
+        os.close(pidfd)
+
+    def _namespace(self) -> bool:
+        """Whether the worker gets a process namespace. A confined one has a /proc of its own in it; elsewhere /proc stays the
+        old one, which CUDA reads by its own process id: on a GPU descendants are adopted."""
+        if self.charge.confined:
+            return require_pid_namespace()
+        return self.charge.device == "cpu" and enter_pid_namespace()
 
     def _become(self, worker_fd: int, hold: int, release: int, live: Callable[[int], None]) -> None:
         """In the forked child: waits until it is traced, then leads the worker's life."""
@@ -109,6 +119,8 @@ class Warden:
         os.dup2(self.worker_output, 2)
         close_all_but({0, 1, 2, worker_fd})
         reset_signals()
+        if self.charge.confined:
+            confine(self.charge.scratch, self.charge.hidden)
         take_over("tideforge.engine.worker", ("--fd", str(worker_fd)), self.charge.environment)
         with open("/proc/self/oom_score_adj", "w") as file:  # short of memory, the kernel takes a worker first
             file.write("1000")

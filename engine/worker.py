@@ -92,14 +92,15 @@ def load_forward(folder: Path, ctx: contract.Context) -> contract.ForwardFn:
 
 
 @contextlib.contextmanager
-def exclusive(path: str) -> Iterator[None]:
-    """Holds the lock file that whoever times holds; "": somebody else holds it for this process."""
-    if not path:
+def exclusive(clock: int | None) -> Iterator[None]:
+    """Holds the open lock file that whoever times holds; None: somebody else holds it for this process."""
+    if clock is not None:
+        fcntl.flock(clock, fcntl.LOCK_EX)
+    try:
         yield
-        return
-    with open(path, "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    finally:
+        if clock is not None:
+            fcntl.flock(clock, fcntl.LOCK_UN)
 
 
 class Laps:
@@ -157,7 +158,8 @@ class Worker:
             self.logits = torch.empty_like(self.logits)
         laps.end("map")
         if head["rehearse"]:
-            self._rehearse(Path(head["rehearse"]["folder"]), head["rehearse"]["kernels"], head["clock"], head["dry"])
+            clock = message.fds[2] if head["clock"] else None
+            self._rehearse(Path(head["rehearse"]), head["kernels"], clock, head["dry"])
         laps.end("rehearse")
         if self.device.type == "cpu" and head["memory_bytes"]:  # CUDA reserves more than any limit
             limit_data(int(head["memory_bytes"]))
@@ -165,7 +167,7 @@ class Worker:
             os.close(fd)
         protocol.send(self.sock, {"type": "ready", "pid": os.getpid(), "seconds": laps.seconds})
 
-    def _rehearse(self, folder: Path, kernels: str, clock: str, dry: bool) -> None:
+    def _rehearse(self, folder: Path, kernels: str, clock: int | None, dry: bool) -> None:
         """Calls a trusted forward once on the dummy page, so that libraries and their kernels are loaded; then forgets it.
 
         Without a dry run, or where that fails, it is run, and the device must be free for it.

@@ -94,12 +94,14 @@ def in_process(lab: Lab, forward: Forward) -> Runner:
     """What runs the forward in a worker, in this process; attached to the keeper's memory like any other."""
     ours, theirs = socket.socketpair()
     worker, arena = Worker(theirs), lab.arena("bench")
-    header, fds = lab.attachment(arena)
+    kernels = lab.kernels(forward)  # this process is trusted with what is kept
+    kernels.mkdir(parents=True, exist_ok=True)
+    header, fds = lab.attachment(arena, kernels)
     header["memory_bytes"] = 0  # this process is not limited for it
     worker.attach(protocol.Message(header, {}, tuple(os.dup(fd) for fd in fds)))  # it closes what it was given
     folder = forward.save(lab.settings.state / "forwards").resolve()
     layers = [0, lab.config.num_hidden_layers]
-    stage = {"folder": str(folder), "layers": layers, "kernels": str(lab.kernels(forward)), "capture_rows": []}
+    stage = {"folder": str(folder), "layers": layers, "kernels": str(kernels), "capture_rows": []}
     worker.stage(protocol.Message(stage, {}, ()))
     ours.close()
     theirs.close()

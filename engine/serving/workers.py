@@ -65,6 +65,7 @@ class LabWorkers:
             lab.capture(worker, sampling=True)
             if settings.device != "cpu":  # there nothing is compiled
                 rehearse(worker, forward.id, settings)
+                lab.keep_kernels(forward)  # the next worker of it need not compile again
         except CandidateError:
             lab.release(worker)
             raise

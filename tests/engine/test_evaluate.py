@@ -78,7 +78,7 @@ def test_a_candidate_that_fails_after_the_incumbent_died_is_blamed(workers: Work
 
 def test_a_trial_whose_incumbent_cannot_be_measured_says_so(workers: Workers) -> None:
     bench: Any = workers.bench
-    bench.lab = SimpleNamespace(forget_kernels=lambda forward: None)
+    bench.lab = SimpleNamespace(sandbox="none")
     bench.settings = SimpleNamespace(device="cpu")
     bench.staging = SimpleNamespace(stage=lambda prepared: None, release=lambda prepared: True)
 

@@ -148,7 +148,7 @@ def test_whoever_lived_when_weights_were_written_is_suspect_unless_it_was_alone(
 
 def test_a_suspect_has_no_outcome_whatever_was_seen_of_it() -> None:
     bench: Any = object.__new__(Bench)
-    bench.lab = SimpleNamespace(forget_kernels=lambda forward: None)
+    bench.lab = SimpleNamespace(sandbox="none")
     bench.settings = SimpleNamespace(device="cuda")
     forward = Forward({"forward.py": ""})
     prepared = Prepared(Trial("a", forward.id, "slow", "", 0.0), forward, suspect=True)
