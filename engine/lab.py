@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from tideforge.engine.forward import Forward
 from tideforge.engine.guard import has_ended, start_detached
 from tideforge.engine.kernels import copy_kernels
 from tideforge.engine.memory import Arena
-from tideforge.engine.sandbox import Places, sandbox_for
+from tideforge.engine.sandbox import REQUIRE, Places, sandbox_for
 from tideforge.engine.spawn import Nursery
 from tideforge.errors import CandidateError, ProtocolError, UserError
 
@@ -245,6 +246,13 @@ def places_of(settings: Settings) -> Places:
     """What workers may see of an endpoint's files."""
     state = settings.state.resolve()
     return Places(state, state / "scratch", state / "logs", state / "forwards", settings.model.resolve())
+
+
+def require_sandbox(model: Path, device: str) -> None:
+    """UserError where workers can have no sandbox. Writes nothing that stays."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Settings(state=Path(folder), model=model, device=device)
+        sandbox_for(REQUIRE, places_of(settings), device, worker_environment(1))
 
 
 def kernels_of(worker: RemoteExecutor) -> Path:

@@ -98,6 +98,11 @@ class Drift(Strict):
     cooldown_hours: float = Field(default=12.0, ge=0)
 
 
+def needed_sandbox(agents: Iterable[AgentSpec]) -> Literal["require", "prefer", "off"]:
+    """What holds where the endpoint file says nothing: whoever runs a model's or a stranger's source needs a sandbox."""
+    return "prefer" if all(agent.kind == "offline" for agent in agents) else "require"
+
+
 class Endpoint(Strict):
     """One YAML file. Relative paths are relative to the folder the command runs in."""
 
@@ -113,7 +118,10 @@ class Endpoint(Strict):
     budget: Budget = Budget()
     search: SearchSpec = SearchSpec()
     agents: list[AgentSpec] = Field(default_factory=lambda: [AgentSpec(name="offline-1", seed=1)], min_length=1)
-    sandbox: Literal["require", "prefer", "off"] = "prefer"
+    sandbox: Literal["require", "prefer", "off"] = Field(
+        default_factory=lambda said: needed_sandbox(said.get("agents", ())),
+        description="of candidates' workers and agents' tools: require where an agent is of kind llm or command, else prefer",
+    )
     allow_imports: list[str] = Field(default_factory=list)
     approval_hours: float = Field(default=72, gt=0)
     drift: Drift = Drift()

@@ -11,8 +11,9 @@ from typing import Any
 
 from tideforge.engine.forward import Forward
 from tideforge.engine.release import Release
+from tideforge.engine.sandbox import BWRAP
 from tideforge.tasks import evidence
-from tideforge.tasks.endpoint import Endpoint
+from tideforge.tasks.endpoint import Endpoint, needed_sandbox
 from tideforge.tasks.facts import Night, forward_folder
 from tideforge.tasks.objective import WORDS
 from tideforge.tasks.store import Run
@@ -91,7 +92,15 @@ def _flags(endpoint: Endpoint, verdict: Mapping[str, Any]) -> Iterable[str]:
         yield f"- 🔴 {flag}"
     if endpoint.allow_imports:
         yield f"- 🔴 **allow_imports: {', '.join(endpoint.allow_imports)}**: this source may import more than torch"
-    yield f"- 🔴 candidates ran as plain processes; **sandbox: {endpoint.sandbox}** is about the agents' own tools"
+    said = str((verdict.get("environment") or {}).get("sandbox", "none: nothing is recorded"))
+    if said == BWRAP:
+        yield "- candidates ran in a sandbox (bubblewrap): no network, no files but what a worker needs"
+    else:
+        yield f"- 🔴 **candidates ran as plain processes** ({said})"
+    if (needed := needed_sandbox(endpoint.agents)) == "require" and endpoint.sandbox != needed:
+        yield f"- 🔴 **sandbox: {endpoint.sandbox}** is written in the endpoint file, whose agents run a model's or a stranger's source"
+    elif endpoint.sandbox == "off":
+        yield "- 🔴 **sandbox: off** is written in the endpoint file"
 
 
 def diff(run: Run, release: Release) -> str:

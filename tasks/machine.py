@@ -10,6 +10,8 @@ from tideforge.costmodel.launch import LaunchCommand
 from tideforge.costmodel.options import require_same_dtype
 from tideforge.data.logs import find_logs
 from tideforge.engine.config import Limits, ModelConfig, Settings, bucket
+from tideforge.engine.lab import require_sandbox
+from tideforge.engine.sandbox import REQUIRE
 from tideforge.errors import UserError
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.incumbent import first_forward
@@ -63,7 +65,9 @@ def check_endpoint(endpoint: Endpoint) -> None:
         raise UserError(str(folder), "holds no forward.py", "mend the field forward")
     for path in find_logs(endpoint.traffic.logs):
         head(path)
-    settings_for(endpoint)
+    settings = settings_for(endpoint)
+    if settings.sandbox == REQUIRE:
+        require_sandbox(settings.model, settings.device)
 
 
 def settings_for(endpoint: Endpoint) -> Settings:
@@ -92,6 +96,7 @@ def settings_for(endpoint: Endpoint) -> Settings:
         num_blocks=number("--num-blocks", 512),
         threads=number("--threads", 1),
         device=device,
+        sandbox=endpoint.sandbox,
         worker_cpus=worker_cpus() if device == "cpu" else (),
         spares=1 if device == "cpu" else GPU_SPARES,
         capture_rows=() if device == "cpu" else graph_rows(limits.max_num_seqs),

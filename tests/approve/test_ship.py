@@ -14,6 +14,7 @@ from tideforge.engine.releases import shipped_release
 from tideforge.errors import Refused
 from tideforge.tasks import live
 from tideforge.tasks.approve import decide, prepare_release, read_release
+from tideforge.tasks.endpoint import AgentSpec
 from tideforge.tasks.incumbent import serving_forward
 from tideforge.tasks.report import compute
 from tideforge.tasks.ship import Load, releases, roll_back, rollback_release, ship
@@ -138,6 +139,20 @@ def test_a_real_server_that_answers_otherwise_is_caught(place: Any) -> None:
     assert live.wrong_streams(flip, other, other) != []
 
 
+def test_the_form_says_how_candidates_ran(place: Any) -> None:
+    def shown(run_id: str, mode: str, kind: str, said: str) -> str:
+        agents = [AgentSpec(kind=kind, name="a")]
+        endpoint = place.endpoint.model_copy(update={"sandbox": mode, "agents": agents})
+        run = place.night(run_id, said={"environment": {"sandbox": said}})
+        return run.path(prepare_release(run, endpoint), "form").read_text().partition("### Look at")[2]
+
+    assert "🔴" not in shown("night-1", "require", "llm", "bwrap")
+    assert "🔴" not in shown("night-2", "prefer", "offline", "bwrap")
+    assert "🔴 **sandbox: prefer**" in shown("night-3", "prefer", "llm", "bwrap")
+    plain = shown("night-4", "prefer", "offline", "none: bubblewrap is not on PATH")
+    assert "🔴 **candidates ran as plain processes** (none: bubblewrap is not on PATH)" in plain
+
+
 @pytest.mark.parametrize(
     ("verdict", "problem"),
     [
@@ -168,7 +183,8 @@ def test_the_form_shows_what_is_decided(place: Any) -> None:
         assert shown in text
     assert f"🟡 **{gates[0]['name']}** (1.2 s) no room" in text and f"✅ **{gates[1]['name']}** (1.2 s)" in text
     assert "- 🔴 2.50 times the incumbent: find out why\n" in text
-    assert "🔴 **allow_imports: numpy**" in text and "**sandbox: off**" in text
+    assert "🔴 **allow_imports: numpy**" in text and "🔴 **sandbox: off**" in text
+    assert "🔴 **candidates ran as plain processes** (none: nothing is recorded)" in text
     assert "announced downtime 0 s" in text and f"tideforge code {run.id}" in text
     diff = run.path(manifest, "diff")
     assert str(diff) in text and "+# night-1" in diff.read_text()
