@@ -1,8 +1,8 @@
 """The inner half of a worker's sandbox (sandbox.py is the outer one): what a worker does to itself before it meets a candidate.
 
 It runs inside bubblewrap, as a process that still holds capabilities over that sandbox. Standard library only, because the
-warden uses it. `python -m tideforge.engine.confine FOLDER --read FILE...` tries all of it once and ends with 0, or
-with a line that says what was refused.
+warden uses it. `python -m tideforge.engine.confine FOLDER [--cuda] --read FILE...` tries all of it once and ends with
+0, or with a line that says what was refused.
 """
 
 from __future__ import annotations
@@ -94,7 +94,13 @@ def _check(result: int, what: str) -> None:
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
-def attempt(folder: str, needed: Sequence[str]) -> None:
+def require_cuda() -> None:
+    """Raises OSError when CUDA's driver does not start in the calling process."""
+    if code := ctypes.CDLL("libcuda.so.1").cuInit(0):
+        raise OSError(code, f"CUDA's driver does not start in there (cuInit gives {code})")
+
+
+def attempt(folder: str, needed: Sequence[str], cuda: bool) -> None:
     """All that a worker will do, in a child that ends. Raises OSError with what was refused."""
     for path in needed:
         with open(path, "rb"):
@@ -109,6 +115,8 @@ def attempt(folder: str, needed: Sequence[str]) -> None:
     if (pid := os.fork()) == 0:
         try:
             confine(own)
+            if cuda:
+                require_cuda()
         except OSError as error:
             os.write(write, str(error.strerror or error).encode()[:200])
             os._exit(1)
@@ -124,10 +132,11 @@ def attempt(folder: str, needed: Sequence[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="try whether a worker can be confined here")
     parser.add_argument("folder")
+    parser.add_argument("--cuda", action="store_true")
     parser.add_argument("--read", nargs="*", default=[])
     args = parser.parse_args()
     try:
-        attempt(args.folder, args.read)
+        attempt(args.folder, args.read, args.cuda)
     except OSError as error:
         sys.exit(str(error))
 

@@ -75,8 +75,10 @@ def sandbox_for(mode: str, places: Places, device: str, environment: Mapping[str
     found = shutil.which(BWRAP)
     problem = "bubblewrap is not on PATH"
     if found is not None:
+        if device != "cpu":
+            make_device_files()
         words = (found, *arguments(places, device, environment))
-        problem = _refusal(words, places, environment)
+        problem = _refusal(words, places, device, environment)
         if not problem:
             return Sandbox(words, (str(places.logs),))
     if mode == REQUIRE:
@@ -91,9 +93,16 @@ def required(problem: str) -> UserError:
     return UserError("sandbox: require", f"workers cannot have one here ({problem})", remedy)
 
 
-def _refusal(words: tuple[str, ...], places: Places, environment: Mapping[str, str]) -> str:
+def make_device_files() -> None:
+    """The driver makes some of them only when it is first used, and nothing in a sandbox can."""
+    if not os.path.exists("/dev/nvidia-uvm") and (maker := shutil.which("nvidia-modprobe")):
+        subprocess.run([maker, "-u", "-c", "0"], stdin=subprocess.DEVNULL, capture_output=True)
+
+
+def _refusal(words: tuple[str, ...], places: Places, device: str, environment: Mapping[str, str]) -> str:
     """What the sandbox could not give to a worker, "" when it gave everything."""
     command = [*words, sys.executable, "-P", "-m", "tideforge.engine.confine", str(places.scratch)]
+    command += ["--cuda"] if device != "cpu" else []
     command += ["--read", str(places.model / "config.json")]
     try:
         done = subprocess.run(
