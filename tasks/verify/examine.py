@@ -157,7 +157,7 @@ def _verdict(trialled: Trialled, gates: list[GateResult]) -> Verdict:
         pairs=tuple((a.output_tps, b.output_tps) for a, b in blocks),
         ratio=score.ratio, ci_low=score.low, ci_high=score.high,
         ttft_ms=1e3 * ttft, tps_per_user_p50=p50, tps_per_user_p90=p90,
-        bound=trialled.bounds.logit_gap, weights_sha256=trialled.lab.weights_sha256, 
+        bound=trialled.bounds.logit_gap, weights_sha256=trialled.lab.weights_sha256,
         environment={**environment(), "sandbox": str(trialled.lab.sandbox)},
         objective=objective.maximize, scores=() if objective.maximize == "output_tps" else tuple(scores),
     )  # fmt: skip
