@@ -9,20 +9,25 @@ import os
 import shutil
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tideforge.data.workload import RequestShape
 from tideforge.engine import lab as labs
-from tideforge.engine import sandbox
+from tideforge.engine import procfs, sandbox
+from tideforge.engine.blocks import BlockPool
 from tideforge.engine.config import Settings
+from tideforge.engine.core import EngineCore
 from tideforge.engine.doubles import tiny_llama
 from tideforge.engine.executor import RemoteExecutor
 from tideforge.engine.forward import Forward
 from tideforge.engine.kernels import copy_kernels
-from tideforge.engine.lab import Lab, kernels_of, require_sandbox
+from tideforge.engine.lab import Lab, keeper_status, kernels_of, require_sandbox
+from tideforge.engine.measure import draw_prompts, run_block
 from tideforge.errors import CandidateError, UserError
 from tideforge.tasks.endpoint import AgentSpec, Endpoint
 
@@ -340,3 +345,76 @@ def test_agents_that_run_strangers_source_require_it(tiny, kind, mode) -> None:
     assert Endpoint(**raw, agents=agents).sandbox == mode
     assert Endpoint(**raw, agents=agents, sandbox="off").sandbox == "off"
     assert Endpoint(**raw).sandbox == "prefer"
+
+
+def until(true: Callable[[], bool]) -> bool:
+    """Within half a minute."""
+    deadline = time.monotonic() + 30
+    while not (found := true()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
+
+
+def sandboxes(state: Path) -> list[int]:
+    """Bubblewrap's processes around the workers of a state folder."""
+    found = []
+    for pid in procfs.processes():
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            found += [pid] if words[0].endswith(b"bwrap") and os.fsencode(state) in words else []
+    return found
+
+
+@pytest.mark.parametrize("before", ["its first worker", "its end"])
+def test_a_sandbox_ends_with_what_lives_in_it(tiny, tmp_path, end_keeper, before) -> None:
+    lab = Lab(Settings(state=tmp_path, model=tiny, num_blocks=64))
+    end_keeper(tmp_path)
+    if not lab.sandbox.on:
+        pytest.skip(f"no sandbox can be had here: {lab.sandbox.why}")
+    lab.nursery.start()
+    assert until(lambda: bool(sandboxes(tmp_path)))
+    if before == "its end":
+        worker = lab.spare(lab.arena("w"))
+        lab.wait_ready(worker)
+        lab.nursery.close()
+        assert worker.alive and sandboxes(tmp_path), "its wardens go on without it"
+    lab.close()
+    assert until(lambda: not sandboxes(tmp_path))
+
+
+MEDDLES = PRELUDE + """
+attempts = (
+    lambda: os.kill(-1, 9), lambda: os.kill(1, 9), lambda: called('ptrace', 0x4206, 1, None, None), lambda: os.setuid(0),
+    lambda: called('unshare', 0x10000000), lambda: called('mount', b'tmpfs', b'/tmp', b'tmpfs', 0, None),
+    lambda: reached(socket.AF_INET, socket.SOCK_STREAM, ('127.0.0.1', 22)), lambda: written('/proc/sys/kernel/core_pattern'),
+    lambda: written(__file__), lambda: open(STATE + '/keeper.sock'),
+    lambda: reached(socket.AF_UNIX, socket.SOCK_STREAM, STATE + '/keeper.sock'),
+)
+meddled = [tried(attempt) for attempt in attempts]
+plainly = build
+def build(ctx):
+    forward = plainly(ctx)
+    def step(batch):
+        [tried(attempt) for attempt in attempts]
+        return forward(batch)
+    return step
+"""  # fmt: skip
+
+
+def test_a_candidate_that_tries_in_vain_answers_like_any_other(lab, plain, spare) -> None:
+    """And so it is judged by its answers and its speed alone."""
+
+    def answers(forward: Forward) -> list[tuple[int, ...]]:
+        worker = spare()
+        lab.stage(worker, forward)
+        core = EngineCore(lab.settings.limits, BlockPool(64, lab.settings.block_size, prefix_cache=False))
+        core.attach(forward.id, worker)
+        shapes = [RequestShape(9, 4), RequestShape(5, 3)]
+        block = run_block(core, forward.id, shapes, draw_prompts(shapes, range(200), 3), users=2)
+        assert worker.alive and worker.ward.census().processes == 0
+        return [answer.tokens for answer in block.answers]
+
+    bystander, state = spare(), str(lab.settings.state.resolve())
+    meddles = plain.files["forward.py"] + MEDDLES.replace("STATE", repr(state))
+    assert answers(plain.with_file("forward.py", meddles)) == answers(plain)
+    assert bystander.alive and keeper_status(lab.settings.state) is not None
