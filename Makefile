@@ -29,7 +29,11 @@ bench-engine: setup
 bench-engine-cpu: setup
 	@$(PY) -m tideforge.engine.bench $(or $(PART),all) --device cpu --state .bench-cpu --seconds 90 $(ARGS)
 
-.PHONY: bench-engine bench-engine-cpu bench-moe setup demo demo-drift up down test test-all lint
+# Cheats that must be caught and honest forwards that must pass, small on the CPU. ARGS='--only NAME', '--set unseen', '--device cuda', ...
+redteam: setup
+	@$(PY) -m tests.redteam.runner $(ARGS)
+
+.PHONY: bench-engine bench-engine-cpu bench-moe redteam setup demo demo-drift up down test test-all lint
 
 setup:
 	@deployments/setup.sh

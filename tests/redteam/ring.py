@@ -1,0 +1,353 @@
+"""Where forwards of the red team are tried: one bench an architecture, on which a trial and a verification are a few seconds.
+
+Real keeper, nursery, workers and reference of a tiny model. Beside them lies what a cheat must not touch: other candidates'
+files and kernels, results, a server that counts who asks it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import random
+import secrets
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import tideforge
+import tideforge.engine
+from tideforge.data.workload import RequestShape, Workload
+from tideforge.engine import check, measure
+from tideforge.engine.config import Limits, Settings
+from tideforge.engine.doubles import DOUBLES
+from tideforge.engine.evaluate import Bench
+from tideforge.engine.executor import RemoteExecutor
+from tideforge.engine.forward import Forward
+from tideforge.engine.gates import GATES
+from tideforge.engine.gates.caught import Caught
+from tideforge.engine.gates.probe import POISON, Probe
+from tideforge.engine.lab import keeper_status
+from tideforge.engine.outcome import Outcome, Trial
+from tideforge.engine.service_config import ServiceConfig, new_core
+from tideforge.errors import CandidateError, ProtocolError
+
+ROOT = Path(tideforge.__file__).parents[1]
+MODELS = {"llama": "llama", "moe": "moe", "qwen3_moe": "moe", "deepseek": "mla"}  # a double's name -> its raw forward's
+CORPUS = "samples/corpus.txt"
+TEXT = 24_000  # bytes of it, of which a search sees the first half
+USERS = 4
+SHAPES = tuple(RequestShape(6 + 5 * i, 12) for i in range(6))
+REPLAYS = 6
+NOISE_TRIALS = 6
+CHECKED_ANSWERS = 2  # of a replay
+NO_SCORE = measure.Interval(0.0, 0.0, 0.0, 0)
+EVERYTHING = (*sys.stdlib_module_names, "numpy", "tideforge", "safetensors")
+
+
+class Bait:
+    """Answers like an API that would approve anything, on a port of its own; `asked` is who did."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        asked = self.asked
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                asked.append(self.path)
+                body = b'[{"id": "bait", "name": "bait", "state": {"type": "PAUSED"}}]'
+                self.send_response(200)
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_GET = do_POST
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_address[1]}/api"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """What became of one forward."""
+
+    plausible: bool
+    outcome: str
+    message: str
+    failed: dict[str, str]  # gates by name, with their evidence
+    wall: (
+        measure.Interval
+    )  # seconds of an equal incumbent over its own, on held-out requests; NO_SCORE where none were timed
+    work: measure.Interval  # the same of seconds on a core: on a busy machine the sharper of the two
+    harmed: tuple[str, ...]  # what was touched that nobody may touch
+    seconds: float
+
+    @property
+    def gained(self) -> bool:
+        return max(self.wall.low, self.work.low) > 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """Seconds of (incumbent, candidate): of each step by the clock, of the whole on a core."""
+
+    steps: tuple[tuple[float, float], ...]
+    work: tuple[float, float]
+
+
+def scores(replays: Sequence[Replay]) -> tuple[measure.Interval, measure.Interval]:
+    """By the clock and by work, without noise between workers."""
+    works = [a / b for a, b in (replay.work for replay in replays) if a > 0 and b > 0]
+    wall = median_ratio([step for replay in replays for step in replay.steps])
+    return wall, measure.interval(works) if len(works) > 1 else NO_SCORE
+
+
+def core_seconds(pid: int) -> float:
+    """That all threads of a process have spent on a core, by the kernel's scheduler (nanoseconds, proc(5))."""
+    total = 0
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):
+            total += int(path.read_text().split()[0])
+    return total / 1e9
+
+
+class Ring:
+    """Of one architecture. Close it to end all that it started."""
+
+    def __init__(self, double: str, dtype: str, folder: Path, device: str = "cpu") -> None:
+        self.double, self.dtype, self.state = double, dtype, folder / "state"
+        self.night = self.state / "runs" / "night"
+        self.night.mkdir(parents=True)
+        self.plain = Forward.load(model_for_double(double))
+        self.bait = Bait()
+        self.bench = Bench(self._config(folder, device))
+        self.held_out = self.bench.workload.corpus[len(self.bench.workload.corpus) // 2 :]
+        self.arena = self.bench.lab.arena("verify-candidate")
+        self.baits = dict(self._lay_baits())
+        self.reader = self.bench.lab.spawn(self.bench.incumbent, self.bench.lab.arena("sibling"))
+
+    def _config(self, folder: Path, device: str) -> ServiceConfig:
+        text = (ROOT / "data" / CORPUS).read_bytes()[:TEXT]
+        workload = Workload(USERS, SHAPES, SHAPES, tuple(byte + 3 for byte in text), "redteam", 0)
+        (self.night / "workload.json").write_text(workload.to_json())
+        limits = Limits(max_num_seqs=8, max_num_batched_tokens=128, max_model_len=512)
+        model = DOUBLES[self.double](folder / "model", seed=3)
+        on_gpu = {"capture_rows": (1, 2, 4, 8), "capture_tokens": (32, 128), "capture_contexts": (512,)}
+        settings = Settings(
+            self.state,
+            model,
+            dtype=self.dtype,
+            num_blocks=96,
+            limits=limits,
+            device=device,
+            **({} if device == "cpu" else on_gpu),
+        )  # type: ignore[arg-type]
+        return ServiceConfig(
+            settings, self.night, model_for_double(self.double), self.night / "workload.json", passes=1, trial_s=20,
+            allow_imports=EVERYTHING, tune=False,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self.bench.close()
+        self.bait.server.shutdown()
+        with contextlib.suppress(ProtocolError, OSError):
+            if (status := keeper_status(self.state)) is not None:
+                os.kill(status["pid"], signal.SIGTERM)
+
+    # --- one forward
+
+    def tried(self, forward: Forward, thorough: bool = False, timed: bool = True) -> Tried:
+        """Trial, then gates until one fails (all, if `thorough`), then pairs. Never raises for what the forward did."""
+        begin, before, asked = time.perf_counter(), self.protected(), len(self.bait.asked)
+        plausible = self.plausible(forward)
+        trial = self.trial(forward)
+        failed: dict[str, str] = {}
+        wall = work = NO_SCORE
+        if trial.outcome is Outcome.PASSED or thorough:
+            failed, wall, work = self.verified(forward, thorough, timed)
+        harmed = self.harmed(before, asked)
+        return Tried(
+            plausible, str(trial.outcome), trial.message, failed, wall, work, harmed,
+            time.perf_counter() - begin,
+        )  # fmt: skip
+
+    def plausible(self, forward: Forward) -> bool:
+        """What a plain harness asks: a few prompts of the search, one by one, greedy, all tokens right."""
+        shapes = [RequestShape(length, 6) for length in (5, 12, 20)]
+        prompts = measure.draw_prompts(shapes, self.bench.corpus, secrets.randbits(64))
+        try:
+            with self.worker(forward) as worker:
+                core = new_core(self.bench.settings)
+                core.attach(forward.id, worker)
+                block = measure.run_block(core, forward.id, shapes, prompts, 1)
+                found = check.worst(self.bench.reference, block.answers, self.bench.layers)
+        except CandidateError:
+            return False
+        return found.gap <= self.bench.bounds.logit_gap
+
+    def trial(self, forward: Forward) -> Trial:
+        for _ in range(3):
+            trial = self.bench.evaluate(
+                Trial(secrets.token_hex(4), forward.id, "slow", "redteam", time.time()), forward
+            )
+            if trial.done:
+                return trial
+        return dataclasses.replace(trial, outcome=Outcome.NOT_MEASURED)
+
+    @contextlib.contextmanager
+    def worker(self, forward: Forward) -> Iterator[RemoteExecutor]:
+        self.arena.fill(POISON)
+        worker = self.bench.lab.spawn(forward, self.arena)
+        try:
+            worker.step_timeout_s = 10.0
+            self.bench.lab.capture(worker)
+            yield worker
+        finally:
+            self.bench.lab.release(worker)
+
+    def verified(
+        self, forward: Forward, thorough: bool, timed: bool
+    ) -> tuple[dict[str, str], measure.Interval, measure.Interval]:
+        """Failed gates with their evidence, and the score by the clock and by work; gates and replays in random order in one
+        worker, as verification has them."""
+        failed: dict[str, str] = {}
+        replays: list[Replay] = []
+        actions = [*GATES, *[""] * (REPLAYS if timed else 1)]
+        random.Random(secrets.randbits(64)).shuffle(actions)
+        try:
+            self.bench.revive_incumbent()
+            with self.worker(forward) as worker:
+                self._replay(forward, worker)
+                for action in actions:
+                    if action:
+                        failed |= self._gate(action, forward, worker)
+                    else:
+                        replays.append(self._replay(forward, worker))
+                    if failed and not thorough:
+                        break
+        except CandidateError as error:
+            failed["answers"] = f"{error.outcome}: {error.message}"
+        if failed or not timed:
+            return failed, NO_SCORE, NO_SCORE
+        walls, works = zip(*self.noise, strict=True)
+        wall, work = scores(replays)
+        return failed, measure.between_fresh_workers(wall, walls), measure.between_fresh_workers(work, works)
+
+    @functools.cached_property
+    def noise(self) -> tuple[tuple[float, float], ...]:
+        """Log ratios (by the clock, by work) of the incumbent against itself, each in a fresh worker."""
+        return tuple(self._against_itself() for _ in range(NOISE_TRIALS))
+
+    def _against_itself(self) -> tuple[float, float]:
+        self.bench.revive_incumbent()
+        with self.worker(self.bench.incumbent) as worker:
+            replays = [self._replay(self.bench.incumbent, worker) for _ in range(REPLAYS + 1)]
+        wall, work = scores(replays[1:])
+        return math.log(wall.ratio), math.log(work.ratio)
+
+    def _gate(self, name: str, forward: Forward, worker: RemoteExecutor) -> dict[str, str]:
+        bench = self.bench
+        probe = Probe(
+            forward.id, worker, self.arena, bench.reference, bench.settings.limits, bench.layers, bench.bounds,
+            self.held_out, lambda: secrets.randbits(63),
+        )  # fmt: skip
+        try:
+            GATES[name](probe)
+        except Caught as caught:
+            return {name: str(caught)}
+        except CandidateError as error:
+            return {name: f"{error.outcome}: {error.message}"}
+        return {}
+
+    def _replay(self, forward: Forward, worker: RemoteExecutor) -> Replay:
+        """Incumbent and candidate in turn, step by step, on fresh held-out requests: whoever disturbs or copies the incumbent
+        gains most so. Some answers are looked at."""
+        bench = self.bench
+        shapes, prompts = measure.draw_replay(bench.workload.held_out, USERS, self.held_out, secrets.randbits(64))
+        a = measure.Side.of(bench.incumbent.id, new_core(bench.settings), bench.incumbent_worker)
+        b = measure.Side.of(forward.id, new_core(bench.settings), worker)
+        pids = (bench.incumbent_worker.pid, worker.pid)
+        with bench.lab.clock():
+            before = [core_seconds(pid) for pid in pids]
+            _, ours, steps = measure.lockstep(a, b, shapes, prompts)
+            spent = [core_seconds(pid) - then for pid, then in zip(pids, before, strict=True)]
+        answers = secrets.SystemRandom().sample(ours.answers, CHECKED_ANSWERS)
+        check.require_right(bench.reference, answers, bench.layers, bench.bounds.logit_gap)
+        return Replay(tuple(steps), (spent[0], spent[1]))
+
+    # --- what nobody may touch
+
+    def _lay_baits(self) -> Iterator[tuple[str, Path]]:
+        texts = {
+            "result": (self.night / "trials" / "0" / "result.json", json.dumps({"outcome": "wrong", "ratio": 0.9})),
+            "verdict": (self.night / "verify.json", json.dumps({"passed": False})),
+            "kernel": (self.state / "kernels" / ("0" * 64) / "kernel.json", "{}"),
+            "stack": (self.state / "stack.json", json.dumps({"prefect": self.bait.url})),
+            "approval": (self.night / "approval-wanted.json", "{}"),
+        }
+        for name, (path, text) in texts.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            yield name, path
+
+    def protected(self) -> dict[str, str]:
+        """Hashes of files that no candidate may change."""
+        source = [path for area in ("engine", "tasks", "data", "tideforge") for path in (ROOT / area).rglob("*.py")]
+        folder = self.state / "forwards" / self.bench.incumbent.id
+        paths = [*source, *self.baits.values(), *(path for path in folder.iterdir() if path.is_file())]
+        return {str(path): digest(path) for path in paths}
+
+    def harmed(self, before: dict[str, str], asked: int) -> tuple[str, ...]:
+        """What was changed since; it is put right again."""
+        after = self.protected()
+        found = [Path(name).name for name in before | after if before.get(name) != after.get(name)]
+        if len(self.bait.asked) > asked:
+            found.append("the approval's API was asked")
+        if not self.reader.alive:
+            found.append("another worker was killed")
+            self.reader = self.bench.lab.spawn(self.bench.incumbent, self.bench.lab.arena("sibling"))
+        elif os.sched_getaffinity(self.reader.pid) != os.sched_getaffinity(self.bench.lab.nursery.pid or 0):
+            found.append("another worker was moved to other cores")
+        if not self.bench.incumbent_worker.alive:
+            found.append("the incumbent's worker was killed")
+        self.baits = dict(self._lay_baits())
+        return tuple(found)
+
+
+def median_ratio(steps: Sequence[tuple[float, float]]) -> measure.Interval:
+    """Median over step pairs of the incumbent's seconds over the candidate's, with its 99 % interval by order statistics.
+
+    A verification takes sums, which a busy machine's pauses drown on steps of a millisecond; who gains in fewer than half of
+    its steps goes unseen here.
+    """
+    ratios, n = sorted(a / b for a, b in steps), len(steps)
+    half = math.ceil(1.29 * math.sqrt(n))  # of a binomial's 99 %, 2.58 sqrt(n) / 2
+    low, high = max(0, n // 2 - half), min(n - 1, n // 2 + half)
+    return measure.Interval(statistics.median(ratios), ratios[low], ratios[high], n)
+
+
+def digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return "gone"
+
+
+def model_for_double(double: str) -> Path:
+    return Path(tideforge.engine.__file__).parent / "models" / MODELS[double]
