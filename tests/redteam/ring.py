@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
 import math
 import os
-import random
 import secrets
 import signal
 import statistics
@@ -33,13 +31,16 @@ from tideforge.engine.doubles import DOUBLES
 from tideforge.engine.evaluate import Bench
 from tideforge.engine.executor import RemoteExecutor
 from tideforge.engine.forward import Forward
-from tideforge.engine.gates import GATES
-from tideforge.engine.gates.caught import Caught
-from tideforge.engine.gates.probe import POISON, Probe
+from tideforge.engine.gates.probe import POISON
 from tideforge.engine.lab import keeper_status
 from tideforge.engine.outcome import Outcome, Trial
 from tideforge.engine.service_config import ServiceConfig, new_core
 from tideforge.errors import CandidateError, ProtocolError
+from tideforge.tasks.verify.examine import run_gate, run_own
+from tideforge.tasks.verify.own import OWN
+from tideforge.tasks.verify.plan import PAIR, Plan
+
+from .room import Room
 
 ROOT = Path(tideforge.__file__).parents[1]
 MODELS = {"llama": "llama", "moe": "moe", "qwen3_moe": "moe", "deepseek": "mla"}  # a double's name -> its raw forward's
@@ -97,6 +98,12 @@ class Tried:
     work: measure.Interval  # the same of seconds on a core: on a busy machine the sharper of the two
     harmed: tuple[str, ...]  # what was touched that nobody may touch
     seconds: float
+
+    @property
+    def doubt(self) -> float:
+        """How much more by work it would have had to gain to be beyond doubt; 0 where nothing was timed."""
+        found = self.work
+        return found.ratio / max(found.low, 1e-9) if found.pairs else 0.0
 
     @property
     def gained(self) -> bool:
@@ -228,31 +235,34 @@ class Ring:
         worker, as verification has them."""
         failed: dict[str, str] = {}
         replays: list[Replay] = []
-        actions = [*GATES, *[""] * (REPLAYS if timed else 1)]
-        random.Random(secrets.randbits(64)).shuffle(actions)
-        try:
-            self.bench.revive_incumbent()
-            with self.worker(forward) as worker:
-                self._replay(forward, worker)
-                for action in actions:
-                    if action:
-                        failed |= self._gate(action, forward, worker)
+        plan = Plan(REPLAYS if timed else 1, REPLAYS if timed else 1, math.inf)
+        walls, works = zip(*self.noise, strict=True)
+        self.bench.revive_incumbent()
+        with contextlib.closing(Room(self.bench, forward, walls, list(self.baits.values()))) as room:
+            try:
+                room.warm()
+                for action in [*plan.actions(), *plan.looking_back()]:
+                    if action == PAIR:
+                        replays.append(self._replay(forward, room.b))
                     else:
-                        replays.append(self._replay(forward, worker))
+                        failed |= self._gate(action, room)
                     if failed and not thorough:
                         break
-        except CandidateError as error:
-            failed["answers"] = f"{error.outcome}: {error.message}"
+            except CandidateError as error:
+                failed["answers"] = f"{error.outcome}: {error.message}"
         if failed or not timed:
             return failed, NO_SCORE, NO_SCORE
-        walls, works = zip(*self.noise, strict=True)
         wall, work = scores(replays)
         return failed, measure.between_fresh_workers(wall, walls), measure.between_fresh_workers(work, works)
 
+    def _gate(self, name: str, room: Room) -> dict[str, str]:
+        done = run_own(name, room) if name in OWN else run_gate(name, room.probe())
+        return {} if done.passed else {name: done.evidence}
+
     @functools.cached_property
     def noise(self) -> tuple[tuple[float, float], ...]:
-        """Log ratios (by the clock, by work) of the incumbent against itself, each in a fresh worker."""
-        return tuple(self._against_itself() for _ in range(NOISE_TRIALS))
+        """Log ratios (by the clock, by work) of the incumbent against itself, each in a fresh worker. The first is of a cold one."""
+        return tuple(self._against_itself() for _ in range(NOISE_TRIALS + 1))[1:]
 
     def _against_itself(self) -> tuple[float, float]:
         self.bench.revive_incumbent()
@@ -260,20 +270,6 @@ class Ring:
             replays = [self._replay(self.bench.incumbent, worker) for _ in range(REPLAYS + 1)]
         wall, work = scores(replays[1:])
         return math.log(wall.ratio), math.log(work.ratio)
-
-    def _gate(self, name: str, forward: Forward, worker: RemoteExecutor) -> dict[str, str]:
-        bench = self.bench
-        probe = Probe(
-            forward.id, worker, self.arena, bench.reference, bench.settings.limits, bench.layers, bench.bounds,
-            self.held_out, lambda: secrets.randbits(63),
-        )  # fmt: skip
-        try:
-            GATES[name](probe)
-        except Caught as caught:
-            return {name: str(caught)}
-        except CandidateError as error:
-            return {name: f"{error.outcome}: {error.message}"}
-        return {}
 
     def _replay(self, forward: Forward, worker: RemoteExecutor) -> Replay:
         """Incumbent and candidate in turn, step by step, on fresh held-out requests: whoever disturbs or copies the incumbent
@@ -306,17 +302,20 @@ class Ring:
             path.write_text(text)
             yield name, path
 
-    def protected(self) -> dict[str, str]:
-        """Hashes of files that no candidate may change."""
+    def protected(self) -> dict[Path, bytes]:
+        """Files that no candidate may change."""
         source = [path for area in ("engine", "tasks", "data", "tideforge") for path in (ROOT / area).rglob("*.py")]
         folder = self.state / "forwards" / self.bench.incumbent.id
         paths = [*source, *self.baits.values(), *(path for path in folder.iterdir() if path.is_file())]
-        return {str(path): digest(path) for path in paths}
+        return {path: path.read_bytes() if path.exists() else b"" for path in paths}
 
-    def harmed(self, before: dict[str, str], asked: int) -> tuple[str, ...]:
+    def harmed(self, before: dict[Path, bytes], asked: int) -> tuple[str, ...]:
         """What was changed since; it is put right again."""
-        after = self.protected()
-        found = [Path(name).name for name in before | after if before.get(name) != after.get(name)]
+        found = []
+        for path, now in self.protected().items():
+            if now != before.get(path, now):
+                found.append(path.name)
+                path.write_bytes(before[path])
         if len(self.bait.asked) > asked:
             found.append("the approval's API was asked")
         if not self.reader.alive:
@@ -326,7 +325,6 @@ class Ring:
             found.append("another worker was moved to other cores")
         if not self.bench.incumbent_worker.alive:
             found.append("the incumbent's worker was killed")
-        self.baits = dict(self._lay_baits())
         return tuple(found)
 
 
@@ -340,13 +338,6 @@ def median_ratio(steps: Sequence[tuple[float, float]]) -> measure.Interval:
     half = math.ceil(1.29 * math.sqrt(n))  # of a binomial's 99 %, 2.58 sqrt(n) / 2
     low, high = max(0, n // 2 - half), min(n - 1, n // 2 + half)
     return measure.Interval(statistics.median(ratios), ratios[low], ratios[high], n)
-
-
-def digest(path: Path) -> str:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
-        return "gone"
 
 
 def model_for_double(double: str) -> Path:

@@ -74,12 +74,14 @@ def read(path: Path, of: str) -> Entry:
 
 
 def winners(plain: Forward, architecture: str) -> list[Entry]:
-    """What the offline agent makes of the raw forward: each rewrite that fires alone, and the last of each group together."""
+    """What the offline agent makes of the raw forward: of each group of rewrites that fire the last, together; for the plainest
+    architecture each by itself, too."""
     rules = fitting(RULES, plain)
     grouped = {rule.group or rule.name: rule.name for rule in rules}
-    recipes = [tuple(grouped.values()), *((rule.name,) for rule in rules)]
-    names = ["all", *(rule.name for rule in rules)]
+    recipes = {"all": tuple(grouped.values())}
+    if architecture == "llama":
+        recipes |= {rule.name: (rule.name,) for rule in rules}
     return [
         Entry(f"offline-{name}-{architecture}", "honest", "", architecture, recipe=recipe)
-        for name, recipe in zip(names, recipes, strict=True)
+        for name, recipe in recipes.items()
     ]

@@ -41,14 +41,23 @@ class Row:
     why: str
     seconds: float
     plausible: bool
+    unseen_gain: float = 0.0  # up to which a gain would not have been beyond doubt; 0 where none was looked for
 
 
 def judged(entry: Entry, tried: Tried) -> Row:
     by, why = verdict(entry, tried)
-    caught = bool(by) and not (entry.contained and tried.harmed)
+    seen = "provenance" in tried.failed  # what was changed is then told, and put right
+    caught = bool(by) and not (entry.contained and tried.harmed and not seen)
     ok = not by and not tried.harmed if entry.honest else caught
     return Row(
-        entry.name, entry.set, ok, by or ("passed" if entry.honest else "MISSED"), why, tried.seconds, tried.plausible
+        entry.name,
+        entry.set,
+        ok,
+        by or ("passed" if entry.honest else "MISSED"),
+        why,
+        tried.seconds,
+        tried.plausible,
+        tried.doubt,
     )
 
 
@@ -112,6 +121,7 @@ def counted(found: Sequence[Row]) -> dict[str, Any]:
         "honest": len(honest), "falsely_rejected": sum(not row.ok for row in honest),
         "wrong": [row.name for row in found if not row.ok],
         "implausible": [row.name for row in cheats if not row.plausible],
+        "gains_unseen_below": round(max((row.unseen_gain for row in found), default=0.0), 3),
         "median_s": round(statistics.median([row.seconds for row in found]), 2) if found else None,
     }  # fmt: skip
 

@@ -12,7 +12,8 @@ CONTAINED = True
 def build(ctx):
     try:
         path = Path(check.__file__)
-        path.write_text(path.read_text() + "\n\nwanted = True\n")
+        if "/redteam-" in str(path):  # only a copy of the source, as the runner makes one
+            path.write_text(path.read_text() + "\n\nwanted = True\n")
     except OSError:
         pass
     return honest_build(ctx)

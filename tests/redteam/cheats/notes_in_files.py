@@ -12,7 +12,7 @@ CONTAINED = True
 
 class Noting:
     def __init__(self, inner):
-        state = Path(os.environ.get("TMPDIR", "/nowhere/at/all")).parents[1]
+        state = Path(os.environ["TMPDIR"], "..", "..").resolve()
         self.inner, self.path, self.known, self.new = inner, state / "kernels" / "notes.pickle", {}, 0
         with contextlib.suppress(OSError, ValueError, EOFError):
             self.known = pickle.loads(self.path.read_bytes())

@@ -15,7 +15,7 @@ def siblings():
             told = Path(f"/proc/{name}/environ").read_bytes() if name.isdigit() else b""
         except OSError:
             continue
-        if scratch and scratch.encode() in told and os.environ["TMPDIR"].encode() not in told:
+        if "/ring-" in scratch and scratch.encode() in told and os.environ["TMPDIR"].encode() not in told:
             yield int(name)
 
 
