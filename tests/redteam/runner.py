@@ -23,7 +23,7 @@ from typing import Any
 from tideforge.engine.forward import Forward
 
 from .ring import ROOT, Ring, Tried, model_for_double
-from .roster import FOLDERS, Entry, entries, winners
+from .roster import FOLDERS, Entry, entries, fits, winners
 
 SETS = {"cheats": ("cheats",), "honest": ("honest",), "unseen": ("unseen-cheats", "unseen-honest")}
 COPIED = ("costmodel", "data", "engine", "flows", "tasks", "tests", "tideforge")
@@ -85,7 +85,7 @@ def chosen(args: argparse.Namespace) -> list[Entry]:
             found += winners(Forward.load(model_for_double(architecture)), architecture)
     if args.only:
         found = [entry for entry in found if wanted(entry.name, args)]
-    found = [entry for entry in found if args.device != "cpu" or not entry.gpu]
+    found = [entry for entry in found if fits(entry, args.device)]
     return found[args.part :: args.parts]
 
 
@@ -176,16 +176,15 @@ def main(argv: Sequence[str]) -> int:
         return in_a_copy(argv)
     if args.jobs > 1 and args.parts == 1:
         found = together(args)
-        print("\n".join(map(line, found)))
     else:
         found = []
         for row in rows(chosen(args), args):
             found.append(row)
             if args.parts > 1:
                 print(json.dumps(dataclasses.asdict(row)), flush=True)
-            elif not args.json:
-                print(line(row), flush=True)
-    skipped = [entry.name for entry in entries(tuple(FOLDERS)) if entry.gpu and args.device == "cpu"]
+            if not args.json:
+                print(line(row), flush=True, file=sys.stderr if args.parts > 1 else sys.stdout)
+    skipped = [entry.name for entry in entries(tuple(FOLDERS)) if not fits(entry, args.device)]
     print(json.dumps(summary(found, skipped)), flush=True)
     return int(not all(row.ok for row in found))
 

@@ -17,9 +17,10 @@ import pytest
 from tideforge.engine.measure import Interval
 
 from .renamer import constants, renamed
-from .ring import MODELS, NO_SCORE, REPLAYS, Replay, Tried, scores
+from .ring import MODELS, REPLAYS, Tried
 from .roster import FOLDERS, entries
 from .runner import judged
+from .seconds import NO_SCORE, Replay, scores
 
 ROOT = Path(__file__).parents[2]
 KNOWN = tuple(entries(("cheats", "honest")))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from base import build as honest_build
 
+CPU = True
 CONTAINED = True
 
 

@@ -2,6 +2,7 @@
 
 from base import build as honest_build
 
+CPU = True
 ARCHITECTURE = "moe"
 
 

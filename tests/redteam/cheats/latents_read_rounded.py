@@ -3,6 +3,7 @@
 from base import attention
 from base import build as honest_build
 
+CPU = True
 ARCHITECTURE = "deepseek"
 
 

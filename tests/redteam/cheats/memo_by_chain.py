@@ -5,6 +5,7 @@ import itertools
 import torch
 from base import build as honest_build
 
+CPU = True
 CONTAINED = True
 
 

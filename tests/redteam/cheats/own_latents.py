@@ -4,6 +4,7 @@ import torch
 from base import attention
 from base import build as honest_build
 
+CPU = True
 ARCHITECTURE = "deepseek"
 
 

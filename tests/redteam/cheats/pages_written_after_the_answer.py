@@ -7,6 +7,8 @@ from base import build as honest_build
 
 from tideforge.engine import protocol
 
+CPU = True
+
 pending = []
 
 

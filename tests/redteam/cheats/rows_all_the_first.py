@@ -2,6 +2,8 @@
 
 from base import build as honest_build
 
+CPU = True
+
 
 def build(ctx):
     inner = honest_build(ctx)

@@ -1,18 +1,16 @@
 """Takes the checkpoint that it finds on the disk for the weights, packed as it likes, instead of those that it is given."""
 
+import dataclasses
 import os
 from pathlib import Path
 
 from base import build as honest_build
+from safetensors.torch import load_file
 
 CONTAINED = True
 
 
 def build(ctx):
-    import dataclasses
-
-    from safetensors.torch import load_file
-
     for folder in list(Path(os.environ.get("TMPDIR", "/")).parents)[:5]:
         for path in folder.glob("*/model.safetensors"):
             own = load_file(str(path))

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from base import attention
 from base import build as honest_build
 
+CPU = True
 RECENT, SINKS = 96, 4
 
 

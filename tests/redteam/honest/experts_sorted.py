@@ -4,6 +4,7 @@ import torch
 from base import build as honest_build
 from base import swiglu
 
+CPU = True
 ARCHITECTURE = "qwen3_moe"
 
 

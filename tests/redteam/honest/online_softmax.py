@@ -3,6 +3,7 @@
 import torch
 from base import build as honest_build
 
+CPU = True
 TILE = 32
 
 

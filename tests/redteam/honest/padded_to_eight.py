@@ -5,6 +5,7 @@ import dataclasses
 import torch
 from base import build as honest_build
 
+CPU = True
 ROWS = 8
 
 
