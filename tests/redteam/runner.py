@@ -84,12 +84,12 @@ def chosen(args: argparse.Namespace) -> list[Entry]:
         for architecture in ("llama", "moe", "deepseek"):
             found += winners(Forward.load(model_for_double(architecture)), architecture)
     if args.only:
-        found = [entry for entry in found if wanted(entry.name, args)]
+        found = [entry for entry in found if named(entry.name, args)]
     found = [entry for entry in found if fits(entry, args.device)]
     return found[args.part :: args.parts]
 
 
-def wanted(name: str, args: argparse.Namespace) -> bool:
+def named(name: str, args: argparse.Namespace) -> bool:
     return name in args.only if args.exact else any(part in name for part in args.only)
 
 
@@ -151,7 +151,12 @@ def together(args: argparse.Namespace) -> list[Row]:
         for part in range(args.jobs)
     ]
     outputs = [part.communicate()[0] for part in parts]
-    return [Row(**json.loads(text)) for output in outputs for text in output.splitlines() if text.startswith('{"name"')]
+    found = [
+        Row(**json.loads(text)) for output in outputs for text in output.splitlines() if text.startswith('{"name"')
+    ]
+    if len(found) != (wanted := len(chosen(args))):
+        raise SystemExit(f"only {len(found)} of {wanted} forwards were tried: a part has ended early")
+    return found
 
 
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
@@ -186,7 +191,7 @@ def main(argv: Sequence[str]) -> int:
                 print(line(row), flush=True, file=sys.stderr if args.parts > 1 else sys.stdout)
     skipped = [entry.name for entry in entries(tuple(FOLDERS)) if not fits(entry, args.device)]
     print(json.dumps(summary(found, skipped)), flush=True)
-    return int(not all(row.ok for row in found))
+    return int(not found or not all(row.ok for row in found))
 
 
 if __name__ == "__main__":
