@@ -62,14 +62,14 @@ def _answered(
 
 
 def _lengths(probe: Probe, rng: np.random.Generator) -> list[int]:
-    """The longest there can be, one anywhere, one block: whole blocks each."""
+    """The longest there can be, one of up to a quarter of it, one block: whole blocks each."""
     layout = probe.arena.layout
     each = 4 * len(probe.layers) * layout.num_kv_heads * (layout.key_dim + layout.value_dim)
     room = (layout.num_blocks - 8) * layout.block_size  # tails, answers, the dummy page and one block more
     longest = min(probe.limits.max_model_len, room, LARGEST // each, len(probe.text)) - layout.block_size - OUTPUTS
     blocks = max(1, longest // layout.block_size)
-    rest = max(1, room // layout.block_size - blocks - 1)
-    return [layout.block_size * count for count in (blocks, int(rng.integers(1, min(blocks, rest) + 1)), 1)]
+    rest = max(1, min(blocks // 4, room // layout.block_size - blocks - 1))
+    return [layout.block_size * count for count in (blocks, int(rng.integers(1, rest + 1)), 1)]
 
 
 def _stock(probe: Probe) -> Bits:
