@@ -17,6 +17,7 @@ from tideforge.engine.config import Settings
 from tideforge.engine.dry import dry_run
 from tideforge.engine.evaluate import Bench
 from tideforge.engine.forward import Forward
+from tideforge.engine.ladder import Ladder
 from tideforge.engine.outcome import Outcome, Trial
 from tideforge.engine.prepared import Prepared
 from tideforge.engine.runner import GraphShape
@@ -149,7 +150,7 @@ def test_whoever_lived_when_weights_were_written_is_suspect_unless_it_was_alone(
 def test_a_suspect_has_no_outcome_whatever_was_seen_of_it() -> None:
     bench: Any = object.__new__(Bench)
     bench.lab = SimpleNamespace(sandbox="none")
-    bench.settings = SimpleNamespace(device="cuda")
+    bench.settings, bench.ladder = SimpleNamespace(device="cuda"), Ladder()
     forward = Forward({"forward.py": ""})
     prepared = Prepared(Trial("a", forward.id, "slow", "", 0.0), forward, suspect=True)
     bench.staging = SimpleNamespace(release=lambda prepared: prepared.trial.id == "b")
