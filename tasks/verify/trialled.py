@@ -154,7 +154,7 @@ class Trialled:
         a, b = self.a, self.b
 
         def incumbents() -> measure.Block:
-            with self.idle.watching(b.pid):
+            with self.idle.watching(b.ward):
                 return replay(self.incumbent.id, a)
 
         if turned:

@@ -15,10 +15,11 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tideforge.engine import measure
+from tideforge.engine import measure, procfs
 from tideforge.engine.gates.caught import Caught
+from tideforge.engine.ward import Ward
 from tideforge.errors import CandidateError, IncumbentLost
-from tideforge.tasks.verify.idle import Idle, family
+from tideforge.tasks.verify.idle import Idle
 from tideforge.tasks.verify.trialled import Trialled
 
 PAIRS = 6  # of blocks
@@ -77,7 +78,7 @@ def _pair(trialled: Trialled) -> tuple[float, float]:
     replay = trialled.replay(trialled.workload.search)
     for frozen in (first, not first):
         replay(trialled.candidate.id, trialled.b)
-        with _frozen(trialled.b.pid) if frozen else trialled.idle.watching(trialled.b.pid):
+        with _frozen(trialled.b.ward) if frozen else trialled.idle.watching(trialled.b.ward):
             found[frozen] = replay(trialled.incumbent.id, trialled.a).seconds
     return found[False], found[True]
 
@@ -92,9 +93,9 @@ def _seconds(trialled: Trialled) -> float:
 
 
 @contextlib.contextmanager
-def _frozen(pid: int) -> Iterator[None]:
+def _frozen(ward: Ward) -> Iterator[None]:
     """Stops a worker and what it started meanwhile."""
-    stopped = family(pid)
+    stopped = procfs.below(ward.warden_pid)
     _signal(stopped, signal.SIGSTOP)
     try:
         yield

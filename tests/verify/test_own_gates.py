@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +12,7 @@ from tideforge.engine.forward import ENTRY, Forward
 from tideforge.engine.gates.caught import Caught
 from tideforge.tasks.verify.examine import run_gate, run_own
 from tideforge.tasks.verify.fresh import marked
-from tideforge.tasks.verify.idle import TICK_S, Idle, family
+from tideforge.tasks.verify.idle import TICK_S, Idle
 from tideforge.tasks.verify.own import OWN
 from tideforge.tasks.verify.seal import Seal
 from tideforge.tasks.verify.unharmed import PAIRS, ROUNDS, incumbent_unharmed, until_its_end
@@ -121,28 +119,17 @@ def test_a_thread_that_computes_while_the_incumbent_is_timed_is_caught(llama: Pl
     assert not result.passed and "processor time" in result.evidence and "expected 0" in result.evidence
 
 
-def test_a_workers_family_is_its_own_process_and_nobody_elses(llama: Place) -> None:
+def test_a_resting_worker_takes_no_processor_time_and_one_that_answers_does(llama: Place) -> None:
     with llama.trialled(llama.plain) as trialled:
-        a, b = trialled.a.pid, trialled.b.pid
-        ours, theirs = family(a), family(b)
-    assert a in ours and b in theirs and not set(ours) & set(theirs) and family(b) == []
-
-
-def test_processor_time_is_the_kernels_count_of_the_process_and_what_it_started() -> None:
-    """A child of the watched process burns until it has burnt enough, by its own clock of processor time."""
-    child = "import time\nwhile time.process_time() < 0.3: pass\nprint('done', flush=True)\ninput()"
-    parent = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {child!r}])"
-    with subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        idle = Idle(threads=1)
-        with idle.watching(process.pid):
-            assert process.stdout is not None and process.stdout.readline() == b"done\n"
-        assert idle.busy_s >= 0.3 - 4 * TICK_S
-        quiet = Idle(threads=1)
-        with quiet.watching(process.pid):
+        trialled.warm()
+        rests, works = Idle(1), Idle(1)
+        with rests.watching(trialled.b.ward):
             pass
-        assert quiet.busy_s <= quiet.allowed_s
-        process.kill()
-    assert idle.reads == 1 and idle.allowed_s == pytest.approx(0.02 * idle.watched_s + 2 * TICK_S)
+        with works.watching(trialled.b.ward):
+            for _ in range(10):
+                trialled.replay(trialled.workload.search)(trialled.candidate.id, trialled.b)
+    assert rests.busy_s <= rests.allowed_s and works.busy_s > works.allowed_s
+    assert works.reads == 1 and works.allowed_s == pytest.approx(0.02 * works.watched_s + 2 * TICK_S)
 
 
 def unharmed(monkeypatch: pytest.MonkeyPatch, pairs: list[tuple[float, float]]) -> dict[str, float]:
