@@ -56,7 +56,8 @@ def climb(bench: Bench, prepared: Prepared) -> None:
     probe = Probe(
         prepared.forward.id, worker, worker.arena, bench.reference,
         dataclasses.replace(limits, max_num_seqs=min(AT_ONCE, limits.max_num_seqs)), bench.layers, bench.bounds,
-        bench.corpus, lambda: secrets.randbits(63),
+        bench.corpus, lambda: secrets.randbits(63), bench.workload.search, min(AT_ONCE, bench.workload.users),
+        bench.settings.capture_rows,
     )  # fmt: skip
     for name in random.Random(secrets.randbits(64)).sample(CHEAP, len(CHEAP)):
         try:

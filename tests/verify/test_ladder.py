@@ -65,7 +65,8 @@ def test_a_winner_that_fails_a_gate_has_an_outcome_evidence_and_no_figures(
 ) -> None:
     trial = tried(bench, monkeypatch, WON, SCALED)
     assert trial.outcome is Outcome.FAILED_GATE and trial.figures is None and trial.gates_s > 0
-    assert trial.message.startswith("written_kv: layer 0 keys, token") and "bound" in trial.message, trial.message
+    said = trial.message
+    assert said.startswith("written_kv: ") and "layer 0 keys, token" in said and "bound" in said, said
     assert Trial.from_json(trial.to_json()) == trial
 
 
