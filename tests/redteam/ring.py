@@ -34,7 +34,7 @@ from tideforge.engine.service_config import ServiceConfig, new_core
 from tideforge.errors import CandidateError, ProtocolError
 from tideforge.tasks.verify.examine import run_gate, run_own
 from tideforge.tasks.verify.own import OWN
-from tideforge.tasks.verify.plan import PAIR, Plan
+from tideforge.tasks.verify.plan import PAIR, Plan, choosable
 
 from .bait import Baits
 from .room import Room
@@ -50,6 +50,7 @@ REPLAYS = 6
 NOISE_TRIALS = 6
 CHECKED_ANSWERS = 2  # of a replay
 PACKAGES = ("engine", "tasks", "data", "tideforge")
+TIMES = "incumbent_unharmed"
 EVERYTHING = (*sys.stdlib_module_names, "numpy", "tideforge", "safetensors")
 
 
@@ -80,10 +81,12 @@ class Tried:
 class Ring:
     """Of one architecture. Close it to end all that it started."""
 
-    def __init__(self, double: str, dtype: str, folder: Path, device: str = "cpu") -> None:
+    def __init__(self, double: str, dtype: str, folder: Path, device: str = "cpu", quick: bool = False) -> None:
+        """`quick`: without the gate that times, whose noise takes longest to measure."""
         self.double, self.dtype, self.state = double, dtype, folder / "state"
         self.night = self.state / "runs" / "night"
         self.night.mkdir(parents=True)
+        self.gates = tuple(name for name in choosable() if not (quick and name == TIMES))
         self.plain = Forward.load(model_for_double(double))
         self.bench = Bench(self._config(folder, device))
         self.held_out = self.bench.workload.corpus[len(self.bench.workload.corpus) // 2 :]
@@ -180,10 +183,11 @@ class Ring:
         worker, as verification has them."""
         failed: dict[str, str] = {}
         replays: list[Replay] = []
-        plan = Plan(REPLAYS if timed else 1, REPLAYS if timed else 1, math.inf)
-        walls, works = zip(*self.noise, strict=True)
+        plan = Plan(REPLAYS if timed else 1, REPLAYS if timed else 1, math.inf, self.gates)
         self.bench.revive_incumbent()
-        with contextlib.closing(Room(self.bench, forward, walls, self.baits.files)) as room:
+        with contextlib.closing(
+            Room(self.bench, forward, lambda: [wall for wall, _ in self.noise], self.baits.files)
+        ) as room:
             try:
                 room.warm()
                 for action in [*plan.actions(), *plan.looking_back()]:
@@ -197,6 +201,7 @@ class Ring:
                 failed["answers"] = f"{error.outcome}: {error.message}"
         if failed or not timed:
             return failed, NO_SCORE, NO_SCORE
+        walls, works = zip(*self.noise, strict=True)
         wall, work = scores(replays)
         return failed, measure.between_fresh_workers(wall, walls), measure.between_fresh_workers(work, works)
 

@@ -100,7 +100,7 @@ def rows(found: Sequence[Entry], args: argparse.Namespace) -> Iterator[Row]:
             ring = rings.get(entry.kind)
             if ring is None:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ring-")))
-                ring = rings[entry.kind] = Ring(*entry.kind, folder, args.device)
+                ring = rings[entry.kind] = Ring(*entry.kind, folder, args.device, args.quick)
                 stack.callback(ring.close)
             forward = entry.forward(ring.bench.incumbent, ring.plain, None if args.plain_names else args.seed)
             tried = ring.tried(forward, args.thorough or entry.honest, timed=entry.contained)
@@ -167,6 +167,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="the last line only")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="without the gate that times, for tests")
     parser.add_argument("--seed", type=int, default=0, help="of the new names")
     parser.add_argument("--plain-names", action="store_true", help="names as they are, to debug one")
     parser.add_argument("--thorough", action="store_true", help="all gates, though one has caught it")
