@@ -37,8 +37,10 @@ class Nursery:
 
     @property
     def pid(self) -> int | None:
-        """None until it had a first worker."""
-        return process_of(self._pidfd) if self._pidfd is not None else None
+        """None until it had a first worker, and when it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            return process_of(self._pidfd) if self._pidfd is not None else None
+        return None
 
     def start(self) -> None:
         """Starts it unless it runs, and does not wait until it is ready."""

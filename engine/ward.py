@@ -65,9 +65,15 @@ class End:
 
 
 def process_of(pidfd: int) -> int:
-    """The process id, as this end sees it: in a sandbox the process has another. pidfd_open(2), fdinfo."""
+    """The process id, as this end sees it: in a sandbox the process has another. pidfd_open(2), fdinfo.
+
+    ProcessLookupError once it has ended: -1, which is shown then, means every process to whoever kills it.
+    """
     with open(f"/proc/self/fdinfo/{pidfd}") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("Pid:"))
+        pid = next(int(line.split()[1]) for line in file if line.startswith("Pid:"))
+    if pid <= 0:
+        raise ProcessLookupError(f"what pidfd {pidfd} stood for has ended")
+    return pid
 
 
 def signal_name(number: int) -> str:
@@ -91,11 +97,12 @@ class Ward:
         self._fds: list[int] = []
         self._expect("pid", START_S)
         try:
-            self.pid = process_of(self._fds[0])
+            self.pid, self.warden_pid = process_of(self._fds[0]), process_of(warden)
+        except ProcessLookupError:
+            raise ProtocolError("a worker or its warden ended as soon as it was started") from None
         finally:
             for fd in self._fds:
                 os.close(fd)
-        self.warden_pid = process_of(warden)
         self._statm: int | None = None
 
     @property

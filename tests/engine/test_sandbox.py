@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from tideforge.engine.forward import Forward
 from tideforge.engine.kernels import copy_kernels
 from tideforge.engine.lab import Lab, keeper_status, kernels_of, require_sandbox
 from tideforge.engine.measure import draw_prompts, run_block
+from tideforge.engine.ward import process_of
 from tideforge.errors import CandidateError, UserError
 from tideforge.tasks.endpoint import AgentSpec, Endpoint
 
@@ -300,6 +302,14 @@ def test_the_authority_sees_and_ends_what_is_in_there(lab, spare, plain) -> None
     assert levels[0] == str(worker.pid) and levels[-1] == "2"
     os.kill(worker.pid, signal.SIGKILL)
     assert worker.ward.end(5).error().message == "the worker died of SIGKILL"
+
+
+def test_an_ended_process_has_no_number() -> None:
+    with subprocess.Popen(["true"]) as process:
+        pidfd = os.pidfd_open(process.pid)
+    with pytest.raises(ProcessLookupError):
+        process_of(pidfd)
+    os.close(pidfd)
 
 
 @pytest.fixture
