@@ -8,13 +8,16 @@ intermediate rounded to the precision. A greedy candidate emits i = argmax(l + e
     l_i + e_i >= l_m + e_m   =>   l_m - l_i <= e_i - e_m <= 2 max|e|.
 
 So an emitted token may lie at most 2 max|e| below the reference's maximum. max|e| is a sample's maximum: SAFETY allows
-for contexts and orders that the sample did not hold. KL is quadratic in e (Var_p(e) / 2 to second order), so it takes
-SAFETY squared. Nothing here is a typed threshold but SAFETY.
+for contexts and orders that the sample did not hold; limits.py takes less where less was measured. KL is quadratic in e
+(Var_p(e) / 2 to second order), so its bound is SAFETY squared; the quality gate's are far tighter, since it measures noise on
+the very tokens that it compares. Nothing here is a typed threshold but SAFETY.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -81,6 +84,34 @@ def measure(
         key_max=_per_layer([np.abs(keys - base[1]) for _, keys, _ in runs]),
         value_max=_per_layer([np.abs(values - base[2]) for _, _, values in runs]),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """How a figure is spread over tokens."""
+
+    median: float
+    mean: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> Spread:
+        """NaN in any token makes all of them NaN, which no bound admits."""
+        middle, high = np.quantile(values, [0.5, 0.99])
+        return cls(float(middle), float(values.mean()), float(high), float(values.max()))
+
+    def over(self, orders: Sequence[Spread]) -> dict[str, float]:
+        """Each figure over the largest of the orders'. inf over 0, but for 0 over 0: that is 0."""
+        mine = dataclasses.asdict(self)
+        most = {name: max(getattr(order, name) for order in orders) for name in mine}
+        return {name: _ratio(mine[name], most[name]) for name in mine}
+
+
+def _ratio(value: float, most: float) -> float:
+    if most > 0:
+        return value / most
+    return 0.0 if value <= 0 else math.inf
 
 
 def _per_layer(differences: list[np.ndarray]) -> tuple[float, ...]:

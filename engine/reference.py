@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import functools
 import itertools
 import os
 import socket
@@ -21,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tideforge.engine import compare, protocol
+from tideforge.engine import compare, limits, protocol
+from tideforge.engine.model_config import ModelConfig
 from tideforge.errors import PeerGone, ProtocolError, UserError
 
 if TYPE_CHECKING:
@@ -39,7 +41,8 @@ Score = tuple[np.ndarray, np.ndarray, np.ndarray]
 class Reference:
     """A running reference process. Thread-safe: one question at a time. Close it to end the process."""
 
-    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket, model: Path) -> None:
+        self.model = model
         self.process, self._sock, self._lock = process, sock, threading.Lock()
         self._seed: int | None = None
 
@@ -70,13 +73,17 @@ class Reference:
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env=environment, start_new_session=True,
             )  # fmt: skip
-        reference = cls(process, ours)
+        reference = cls(process, ours, model)
         try:
             reference._receive(START_TIMEOUT_S)
         except BaseException:
             reference.close()
             raise
         return reference
+
+    @functools.cached_property
+    def config(self) -> ModelConfig:
+        return ModelConfig.load(self.model)
 
     def score(self, tokens: Sequence[int], start: int, layers: range | None = None) -> Score:
         """Teacher-forced on the chain itself: for tokens[start:], each [T'], the reference's maximum logit, its logit of
@@ -109,6 +116,22 @@ class Reference:
         """fp32 [len(rows), V]; row i follows tokens[: i + 1]. All rows if None."""
         wanted = None if rows is None else [int(row) for row in rows]
         return self._ask({"type": "logits", "rows": wanted}, tokens, layers)["logits"]
+
+    def after(
+        self,
+        sequences: Sequence[Sequence[int]],
+        start: int,
+        layers: range | None = None,
+        cheaper: str | None = None,
+        dtype: str = "float32",
+    ) -> np.ndarray:
+        """The logits that tokens from `start` on follow, of sequences computed together: fp32 [sum of len - start, V].
+
+        `cheaper`: what is rounded first, at an endpoint of `dtype`, or another order of its sums (engine/cheaper.py).
+        """
+        lengths = [len(sequence) for sequence in sequences]
+        header = {"type": "after", "lengths": lengths, "starts": [start] * len(lengths), "arithmetic": [cheaper, dtype]}
+        return self._ask(header, [token for sequence in sequences for token in sequence], layers)["logits"]
 
     def kv(self, tokens: Sequence[int], layers: range | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Keys (rotated) and values of every token, fp32 [L, T, H_kv, D]."""
@@ -156,11 +179,11 @@ class Reference:
         return compare.Noise(**{**raw, "key_max": tuple(raw["key_max"]), "value_max": tuple(raw["value_max"])})
 
     def bounds(self, dtype: str, tokens: Sequence[int] | None = None, layers: range | None = None) -> compare.Bounds:
-        return compare.bounds(self.noise(dtype, tokens, layers))
+        return limits.bounds(self.noise(dtype, tokens, layers), limits.kind(self.config))
 
     def bound(self, dtype: str, tokens: Sequence[int] | None = None, layers: range | None = None) -> float:
         """How far below the reference's maximum an emitted token may lie, in logits; derived in compare.py."""
-        return compare.bound(self.noise(dtype, tokens, layers))
+        return self.bounds(dtype, tokens, layers).logit_gap
 
     def perturbed(self, seed: int) -> Reference:
         """The same process, asked about the weights that `seed` changes (perturb.py). Close this one, not that."""
@@ -225,6 +248,8 @@ def answer(model: ReferenceModel, message: protocol.Message) -> tuple[dict[str, 
         return {"type": "score"}, score(model, tokens, head["lengths"], head["starts"], layers)
     if message.type == "logits":
         return {"type": "logits"}, {"logits": model.forward(tokens, head["rows"], layers).logits.cpu().numpy()}
+    if message.type == "after":
+        return {"type": "after"}, {"logits": after(model, tokens, head, layers)}
     if message.type == "kv":
         result = model.forward(tokens, [], layers)
         return {"type": "kv"}, {"keys": result.keys.cpu().numpy(), "values": result.values.cpu().numpy()}
@@ -242,12 +267,7 @@ def score(
     model: ReferenceModel, tokens: list[int], lengths: list[int], starts: list[int], layers: range | None
 ) -> dict[str, np.ndarray]:
     """Of sequences one behind another: what Reference.score says of each, one behind another."""
-    ends = list(itertools.accumulate(lengths))
-    sequences = [tokens[end - length : end] for end, length in zip(ends, lengths, strict=True)]
-    emitted = [
-        range(end - length + start, end) for end, length, start in zip(ends, lengths, starts, strict=True)
-    ]  # places of the scored tokens
-    rows = [place - 1 for places in emitted for place in places]
+    sequences, rows = parts(tokens, lengths, starts)
     logits = model.together(sequences, rows, layers).logits
     maximum, argmax = logits.max(1)
     chosen = logits.new_tensor([tokens[row + 1] for row in rows], dtype=argmax.dtype)
@@ -265,6 +285,25 @@ def on_pages(
         torch.from_numpy(message.arrays[name].astype(np.float32)).to(model.device) for name in ("keys", "values")
     )
     return model.on_pages(message.arrays["tokens"].tolist(), keys, values, layers, arithmetic).cpu().numpy()
+
+
+def parts(tokens: list[int], lengths: list[int], starts: list[int]) -> tuple[list[list[int]], list[int]]:
+    """Sequences one behind another -> each of them, and the rows of all that the tokens from each one's `start` follow."""
+    ends = list(itertools.accumulate(lengths))
+    sequences = [tokens[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+    places = [range(end - length + start, end) for end, length, start in zip(ends, lengths, starts, strict=True)]
+    return sequences, [place - 1 for each in places for place in each]
+
+
+def after(model: ReferenceModel, tokens: list[int], head: Mapping[str, Any], layers: range | None) -> np.ndarray:
+    """What Reference.after asks for."""
+    from tideforge.engine.cheaper import arithmetic
+
+    sequences, rows = parts(tokens, head["lengths"], head["starts"])
+    name, dtype = head["arithmetic"]
+    return (
+        model.together(sequences, rows, layers, None if name is None else arithmetic(name, dtype)).logits.cpu().numpy()
+    )
 
 
 def other_orders(dtype: str) -> list[Arithmetic]:

@@ -129,7 +129,8 @@ class ReferenceModel:
             values.append(v)
         wanted = x if rows is None else x[torch.tensor(rows, dtype=torch.int64, device=self.device)]
         head = "model.embed_tokens" if self.config.tie_word_embeddings else "lm_head"
-        logits = run.linear(run.norm(wanted, "model.norm"), head)
+        weight = run.arithmetic.head(self.stored(f"{head}.weight").float())
+        logits = run.arithmetic.matmul(run.norm(wanted, "model.norm"), weight.T)
         return Result(logits, torch.stack(keys), torch.stack(values))
 
 
@@ -155,15 +156,15 @@ class _Run:
         self.cos, self.sin = arithmetic.round(angles.cos() * factor), arithmetic.round(angles.sin() * factor)
 
     def embed(self, ids: Tensor) -> Tensor:
-        return self.arithmetic.round(F.embedding(ids, self.model.stored("model.embed_tokens.weight")).float())
+        return self.arithmetic.stored(F.embedding(ids, self.model.stored("model.embed_tokens.weight")).float())
 
     def weight(self, name: str) -> Tensor:
         """In fp32, rounded to the precision under test."""
-        return self.arithmetic.round(self.model.stored(name).float())
+        return self.arithmetic.weight(self.model.stored(name).float())
 
     def weights(self, names: Sequence[str]) -> Tensor:
         """As many of one shape, one above another."""
-        return self.arithmetic.round(torch.stack([self.model.stored(name) for name in names]).float())
+        return self.arithmetic.weight(torch.stack([self.model.stored(name) for name in names]).float())
 
     def linear(self, x: Tensor, name: str, bias: bool = False) -> Tensor:
         y = self.arithmetic.product(x, self.weight(f"{name}.weight").T)
@@ -198,7 +199,7 @@ class _Run:
         q, k, v = (self.linear(x, f"{name}.{part}_proj", bias).unflatten(-1, (-1, dim)) for part in "qkv")
         if self.config.qk_norm:
             q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
-        q, k = self.rotate(q), self.rotate(k)
+        q, k, v = self.rotate(q), self.arithmetic.cached(self.rotate(k)), self.arithmetic.cached(v)
         group = self.config.num_attention_heads // self.config.num_key_value_heads
         every_k, every_v = (t.repeat_interleave(group, dim=1) for t in self.behind_pages(k, v, index))
         return self.linear(self.mix(q, every_k, every_v, dim**-0.5), f"{name}.o_proj"), k, v
@@ -212,8 +213,9 @@ class _Run:
         else:
             q = self.linear(x, f"{name}.q_proj").unflatten(-1, (heads, -1))
         joined = self.linear(x, f"{name}.kv_a_proj_with_mqa")
-        latent = self.norm(joined[:, : config.kv_lora_rank], f"{name}.kv_a_layernorm", LATENT_EPS)
-        turned = self.rotate(self.halves(joined[:, None, config.kv_lora_rank :]))
+        normed = self.norm(joined[:, : config.kv_lora_rank], f"{name}.kv_a_layernorm", LATENT_EPS)
+        latent = self.arithmetic.cached(normed[:, None])[:, 0]
+        turned = self.arithmetic.cached(self.rotate(self.halves(joined[:, None, config.kv_lora_rank :])))
         nope = config.qk_nope_head_dim
         every_latent, every_turned = self.behind_pages(latent[:, None], turned, index)
         expanded = self.linear(every_latent[:, 0], f"{name}.kv_b_proj").unflatten(-1, (heads, -1))

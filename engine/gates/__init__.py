@@ -11,10 +11,13 @@ from typing import Any
 from tideforge.engine.gates.blocks import abort_cycles, permuted_tables
 from tideforge.engine.gates.given import given_pages
 from tideforge.engine.gates.kv import block_reuse, canary_pages, held_outputs, nan_pages, written_kv
+from tideforge.engine.gates.long import long_context
 from tideforge.engine.gates.pages import own_pages
+from tideforge.engine.gates.precision import precision
 from tideforge.engine.gates.probe import Probe
-from tideforge.engine.gates.quality import long_context, quality
+from tideforge.engine.gates.quality import quality, task_score
 from tideforge.engine.gates.running import back_to_back, batch_sizes, determinism, interleaved_against_serial
+from tideforge.engine.gates.sampling import sampling
 
 Gate = Callable[[Probe], dict[str, Any]]
 
@@ -30,6 +33,9 @@ GATES: dict[str, Gate] = {
         long_context,
         written_kv,
         quality,
+        task_score,
+        precision,
+        sampling,
         determinism,
         own_pages,
         given_pages,

@@ -106,6 +106,7 @@ class Probe:
     shapes: tuple[RequestShape, ...] = SHAPES  # what timed blocks replay, and how many of them at once
     users: int = 4
     captured: tuple[int, ...] = ()  # batch sizes of decodes that the worker has graphs of
+    context: int = 0  # tokens of the traffic's longest requests (P99); 0: not known
 
     def timed_core(self, executor: Executor) -> EngineCore:
         """As timed blocks have it: with runs of decodes, without a prefix cache."""

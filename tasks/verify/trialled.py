@@ -108,6 +108,7 @@ class Trialled:
         return Probe(
             self.candidate.id, self.b, self.arena, self.reference, self.settings.limits, self.layers, self.bounds, self.corpus,
             lambda: secrets.randbits(63), self.workload.held_out, self.workload.users, self.settings.capture_rows,
+            self.workload.context_p99,
         )  # fmt: skip
 
     def warm(self) -> None:

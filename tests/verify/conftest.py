@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,11 +14,12 @@ import pytest
 from tideforge.data.workload import RequestShape, Workload
 from tideforge.engine.compare import Bounds
 from tideforge.engine.config import Limits, Settings
-from tideforge.engine.doubles import tiny_llama, tiny_moe
+from tideforge.engine.doubles import DOUBLES, tiny_llama, tiny_moe
 from tideforge.engine.forward import Forward
 from tideforge.engine.lab import keeper_status
 from tideforge.engine.model_config import model_for
 from tideforge.engine.reference import Reference
+from tideforge.tasks.verify.sensitivity import Bench
 from tideforge.tasks.verify.trialled import Trialled
 
 SHAPES = tuple(RequestShape(8, 24) for _ in range(4))
@@ -68,3 +69,23 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     place = Place.of(folder, tiny_moe(folder / "model"), "MixtralForCausalLM")
     yield place
     ended(place.settings)
+
+
+Benches = Callable[[str, str], tuple[Bench, Forward]]
+
+
+@pytest.fixture(scope="session")
+def benches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Benches]:
+    """(name of a double, precision) -> its bench and its raw forward."""
+    made: dict[tuple[str, str], tuple[Bench, Forward]] = {}
+    with contextlib.ExitStack() as stack:
+
+        def get(name: str, dtype: str) -> tuple[Bench, Forward]:
+            if (name, dtype) not in made:
+                folder: Path = tmp_path_factory.mktemp("bench")
+                bench = Bench(DOUBLES[name](folder / "model"), dtype, folder / "s")
+                stack.callback(bench.close)
+                made[name, dtype] = bench, Forward.load(model_for(bench.lab.config.architecture))
+            return made[name, dtype]
+
+        yield get

@@ -1,0 +1,73 @@
+"""Gate of precision: the errors that a cheaper arithmetic would make must not show among the candidate's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tideforge.engine import matched
+from tideforge.engine.cheaper_names import NAMES
+from tideforge.engine.gates.caught import Caught
+from tideforge.engine.gates.forced import candidate_logits, order_logits
+from tideforge.engine.gates.probe import Probe
+from tideforge.engine.limits import kind, limits
+
+SPANS, LENGTH, START = 2, 40, 16  # of a round
+ROUNDS = 4  # most, until every filter would show half of a whole cheat's error
+LEAST = 1 / 8  # of a cheaper arithmetic's error: who lowers less gains less, and what is below is the quality gate's
+
+
+def precision(probe: Probe) -> dict[str, Any]:
+    """A matched filter (engine/matched.py) for each cheaper arithmetic than the endpoint's."""
+    dtype = probe.arena.layout.dtype
+    deviations = limits(dtype, kind(probe.reference.config)).deviations
+    filters, rounds = Filters(dtype), 0
+    while rounds < ROUNDS and (not rounds or filters.weak(deviations)):
+        filters.round(probe)
+        rounds += 1
+    found = filters.readings()
+    bounds = {name: max(reading.bound(deviations), LEAST) for name, reading in found.items()}
+    over = [name for name, reading in found.items() if not reading.share <= bounds[name]]
+    if over:
+        name = min(over, key=lambda name: abs(found[name].share - 1))  # cheaper arithmetics have errors in common
+        raise Caught(
+            f"{name}: {found[name].share:.3f} of the error that it makes shows in {found[name].rows} logits rows; an honest "
+            f"forward stays below {bounds[name]:.3f}"
+        )
+    return {
+        "rows": max(reading.rows for reading in found.values()),
+        "shares": {name: reading.share for name, reading in found.items()},
+        "bounds": bounds,
+        "rows_needed": {name: reading.rows_needed(deviations) for name, reading in found.items()},
+        "without_power": filters.weak(deviations),
+    }
+
+
+class Filters:
+    """Errors of the candidate, of honest orders and of each cheaper arithmetic, round by round; each a list of [N, V]."""
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+        self.candidate: list[np.ndarray] = []
+        self.orders: list[list[np.ndarray]] = []
+        self.cheaper: dict[str, list[np.ndarray]] = {name: [] for name in NAMES[dtype]}
+
+    def round(self, probe: Probe) -> None:
+        """Errors are counted from the reference on weights as the endpoint stores them."""
+        spans = probe.spans([LENGTH] * SPANS)
+        base = probe.reference.after(spans, START, probe.layers, "", self.dtype)
+        self.candidate.append(matched.centred(candidate_logits(probe, spans, START) - base))
+        self.orders.append([matched.centred(order - base) for order in order_logits(probe, spans, START)])
+        for name, seen in self.cheaper.items():
+            seen.append(matched.centred(probe.reference.after(spans, START, probe.layers, name, self.dtype) - base))
+
+    def readings(self) -> dict[str, matched.Reading]:
+        errors = np.concatenate(self.candidate)
+        orders = [np.concatenate(order) for order in zip(*self.orders, strict=True)]
+        found = {name: matched.reading(errors, orders, np.concatenate(seen)) for name, seen in self.cheaper.items()}
+        return {name: reading for name, reading in found.items() if reading is not None}
+
+    def weak(self, deviations: float) -> list[str]:
+        """Filters that half of a whole cheat's error would not show in."""
+        return [name for name, reading in self.readings().items() if reading.bound(deviations) > matched.HALF]
