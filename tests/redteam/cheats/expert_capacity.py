@@ -6,7 +6,7 @@ from base import swiglu
 
 CPU = True
 ARCHITECTURE = "moe"
-ROOM = 10
+ROOM = 15
 
 
 def build(ctx):
