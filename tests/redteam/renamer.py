@@ -67,14 +67,25 @@ def _bound(tree: ast.AST) -> set[str]:
                 found.add(name)
             case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
                 found |= {alias.asname or alias.name for alias in aliases if "." not in (alias.asname or alias.name)}
-    return found - {"annotations"} - _methods(tree)
+    return found - {"annotations"} - _assigned_in_classes(tree) - _methods(tree)
 
 
 def _methods(tree: ast.AST) -> set[str]:
+    return {part.name for part in _class_bodies(tree) if isinstance(part, ast.FunctionDef)}
+
+
+def _class_bodies(tree: ast.AST) -> list[ast.stmt]:
+    return [part for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for part in node.body]
+
+
+def _assigned_in_classes(tree: ast.AST) -> set[str]:
+    """Attributes of a class, wherever they are asked for."""
+    bodies = _class_bodies(tree)
     return {
-        part.name
-        for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
-        for part in node.body if isinstance(part, ast.FunctionDef)
+        name.id
+        for part in bodies if isinstance(part, ast.Assign | ast.AnnAssign)
+        for target in (part.targets if isinstance(part, ast.Assign) else [part.target])
+        for name in ast.walk(target) if isinstance(name, ast.Name)
     }  # fmt: skip
 
 
@@ -92,7 +103,7 @@ def _own_attributes(tree: ast.AST) -> set[str]:
             own |= {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
             own |= {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute) and _is_self(part.value)}
     others |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and not _is_self(n.value)}
-    return own - others
+    return own - others - _assigned_in_classes(tree)
 
 
 def _is_self(node: ast.AST) -> bool:

@@ -125,12 +125,15 @@ class Memo(dict):
 
 
 class Wrap:
+    calls, first = 0, None
+
     def __init__(self, inner, *, scale=2):
         """Keeps."""
         self.inner, self.steps, self.scale = inner, 0, scale
 
     def __call__(self, batch):
         self.steps += 1
+        self.calls, self.first = self.calls + 1, self.first or batch
         return self.helper(batch) + self.steps
 
     def helper(self, value):
@@ -153,7 +156,7 @@ def build(ctx):
     room = [count]
     memo = Memo()
     memo.fill({"a": 1})
-    return Wrap(count, scale=3), lambda: (total, len(room), memo.mark, honest_build(ctx), F.relu)
+    return Wrap(count, scale=3), lambda: (total, len(room), memo.mark, Wrap.calls, honest_build(ctx), F.relu)
 '''
 
 
