@@ -37,7 +37,6 @@ def test_raw_forwards_pass(name: str, dtype: str, benches: Benches) -> None:
         ("llama", "float32", "weights rounded", 9, "quality", "times that of the reference's own orders"),
         ("llama", "float32", "keys forgotten", 128, "long_context", "tokens"),
         ("llama", "bfloat16", "keys forgotten", 32, "long_context", "needle"),
-        ("llama", "float32", "layer scaled", 1.0, "task_score", "the reference prefers"),
     ],
 )
 def test_a_fault_is_caught_for_its_reason(
@@ -48,6 +47,13 @@ def test_a_fault_is_caught_for_its_reason(
     assert forward is not None
     said = bench.run(forward, [gate])[gate]
     assert evidence in said or "another token on top" in said, said
+
+
+def test_the_least_likely_endings_are_not_the_references_choice(benches: Benches) -> None:
+    bench, raw = benches("llama", "float32")
+    source = raw.files["forward.py"].replace("copy_(F.linear(x, self.head))", "copy_(-F.linear(x, self.head))")
+    said = bench.run(raw.with_file("forward.py", source), ["task_score"])["task_score"]
+    assert said.startswith("question ") and "the reference prefers" in said, said
 
 
 def test_a_spread_shows_nan_and_its_ratios_are_to_the_largest_order() -> None:
