@@ -16,6 +16,7 @@ from tideforge.engine.gates.pages import own_pages
 from tideforge.engine.gates.precision import precision
 from tideforge.engine.gates.probe import Probe
 from tideforge.engine.gates.quality import quality, task_score
+from tideforge.engine.gates.rows import alike, every_row
 from tideforge.engine.gates.running import back_to_back, batch_sizes, determinism, interleaved_against_serial
 from tideforge.engine.gates.sampling import sampling
 
@@ -45,5 +46,7 @@ GATES: dict[str, Gate] = {
         abort_cycles,
         batch_sizes,
         back_to_back,
+        every_row,
+        alike,
     )
 }

@@ -116,7 +116,7 @@ def written_kv(probe: Probe) -> dict[str, Any]:
     recorder = Recorder(probe.worker, probe.arena)
     chain = drain(probe.core(recorder), [probe.request("kv", prompt, 4)], 1)["kv"]
     row = recorder.rows["kv"][-1]
-    alone = _require_written(probe, "kv", (*prompt, *chain)[: row.context], row.blocks)
+    alone = require_written(probe, "kv", (*prompt, *chain)[: row.context], row.blocks)
     rng = np.random.default_rng(probe.secret())
     until, last = Until(rng), dict[str, Place]()
 
@@ -129,13 +129,13 @@ def written_kv(probe: Probe) -> dict[str, Any]:
     found = replay(probe, Watch(probe.worker, after=after), until.is_now)
     name = str(rng.choice(sorted(last)))
     tokens = (*found.prompts[name], *found.chains[name])[: last[name].context]
-    beside = _require_written(probe, name, tokens, last[name].blocks)
+    beside = require_written(probe, name, tokens, last[name].blocks)
     return {
         "worst_share_of_bound": max(alone, beside), "layers": len(probe.layers), "tokens": row.context + len(tokens),
     }  # fmt: skip
 
 
-def _require_written(probe: Probe, request: str, tokens: tuple[int, ...], blocks: Sequence[int]) -> float:
+def require_written(probe: Probe, request: str, tokens: tuple[int, ...], blocks: Sequence[int]) -> float:
     """The worst share of its bound that an element takes."""
     slots, dtype = slots_of(probe.arena, blocks, len(tokens)), probe.arena.layout.dtype
     expected = probe.reference.kv(tokens, probe.layers)

@@ -1,0 +1,95 @@
+"""Gates that look at every row: what is wrong once in fifty decodes, in text that repeats itself, or only for requests that look alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tideforge.engine.gates.caught import Caught
+from tideforge.engine.gates.kv import require_written
+from tideforge.engine.gates.probe import Probe, Recorder, drain
+from tideforge.engine.scheduler import Request
+
+ROWS = 400  # decodes: what is wrong in one of 50 is among them but for once in 3,000 times
+SPAN = 112  # tokens of a request, prompt and answer
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """A request whose answer is known beforehand: `tokens` from `start` on."""
+
+    tokens: tuple[int, ...]
+    start: int
+
+    @classmethod
+    def of(cls, prompt: tuple[int, ...], answer: tuple[int, ...]) -> Chain:
+        return cls(prompt + answer, len(prompt))
+
+    def request(self, probe: Probe, name: str) -> Request:
+        return probe.request(name, self.tokens[: self.start], len(self.tokens) - self.start)
+
+
+def every_row(probe: Probe) -> dict[str, Any]:
+    """Hundreds of decodes, side by side, of real text that is forced on them, a third of it repeating itself: all logits and, of the
+    longest answer, all K and V."""
+    rng = np.random.default_rng(probe.secret())
+    length = min(SPAN, probe.limits.max_model_len, len(probe.text) // 2)
+    starts = sorted(rng.integers(4, length // 2, probe.limits.max_num_seqs).tolist())
+    count = min(len(starts), int(np.searchsorted(np.cumsum(length - np.asarray(starts)), ROWS)) + 1)
+    spans = [repeating(span, rng) if i % 3 == 1 else span for i, span in enumerate(probe.spans([length] * count))]
+    chains = {str(i): Chain(span, start) for i, (span, start) in enumerate(zip(spans, starts, strict=False))}
+    recorder = _forced(probe, chains)
+    drain(probe.core(recorder), [chain.request(probe, name) for name, chain in chains.items()], count)
+    figures = _require_rows(probe, recorder, chains)
+    last = recorder.rows["0"][-1]  # it ended last: nobody has its blocks yet
+    require_written(probe, "0", chains["0"].tokens[: last.context], last.blocks)
+    return figures
+
+
+def repeating(span: tuple[int, ...], rng: np.random.Generator) -> tuple[int, ...]:
+    """As long, of its first tokens again and again."""
+    period = int(rng.integers(3, 12))
+    return (span[:period] * (len(span) // period + 1))[: len(span)]
+
+
+def alike(probe: Probe) -> dict[str, Any]:
+    """Requests of one beginning, as those of a system prompt: equal tokens at equal positions behind equal blocks, and other tokens
+    between. Then some from the prefix cache and some of a single token, which begin as decodes where another has just ended."""
+    rng = np.random.default_rng(probe.secret())
+    size, count = probe.arena.layout.block_size, min(6, probe.limits.max_num_seqs)
+    beginning, answer = probe.spans([2 * size, 5])
+    tails = [span[:-1] + answer[:1] for span in probe.spans([size] * count)]  # then all say the same
+    long = {f"alike-{i}": Chain.of(beginning + tail, answer[1:]) for i, tail in enumerate(tails)}
+    short = {}
+    for i in range(3 * count):
+        [own] = probe.spans([1])
+        prompt = (beginning + tails[i % count][:-1] + own, own, beginning + own)[i % 3]
+        short[f"short-{i}"] = Chain.of(prompt, probe.spans([int(rng.integers(2, 7))])[0])
+    recorder = _forced(probe, long | short)
+    core = probe.core(recorder, prefix_cache=True)
+    for chains in (long, short):
+        drain(core, [chain.request(probe, name) for name, chain in chains.items()], count)
+    return _require_rows(probe, recorder, long | short)
+
+
+def _forced(probe: Probe, chains: Mapping[str, Chain]) -> Recorder:
+    return Recorder(probe.worker, probe.arena, {name: chain.tokens[chain.start :] for name, chain in chains.items()})
+
+
+def _require_rows(probe: Probe, recorder: Recorder, chains: Mapping[str, Chain]) -> dict[str, Any]:
+    """Logits of each row within the bound of the reference's; `chains`: by request its tokens, and how many are its prompt."""
+    worst, rows = 0.0, 0
+    for name, chain in chains.items():
+        expected = probe.reference.after([chain.tokens], chain.start, probe.layers)
+        got = np.stack([row.logits for row in recorder.rows[name]])
+        off = np.nan_to_num(np.abs(got - expected).max(axis=1), nan=np.inf)
+        at, rows = int(off.argmax()), rows + len(off)
+        worst = max(worst, float(off[at]))
+        if not off[at] <= probe.bounds.logit:
+            raise Caught(
+                f"request {name}, token {at} of {len(off)}: a logit is off by {off[at]:.4g}; bound {probe.bounds.logit:.4g}"
+            )
+    return {"rows": rows, "max_logit_difference": worst, "bound": probe.bounds.logit}
