@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from tideforge.engine.contract import Batch, Context, ForwardFn
 
 
+CONTAINED = True  # whole, as it is verified, it must gain nothing
+
+
 class Ballasted:
     def __init__(self, ctx: Context) -> None:
         self.forward = honest_build(ctx)
