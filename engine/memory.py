@@ -105,6 +105,15 @@ class Arena:
         shape = layout.page_shape(values)
         return self._read(layout.plane_offset(layer, values), int(np.prod(shape)), dtype).reshape(shape)
 
+    def slots(self, layer: int, values: bool, slots: np.ndarray) -> np.ndarray:
+        """What these slots (block * block_size + offset) hold, [len(slots), heads, dim]: a copy. Only what lies between them is fetched."""
+        first, last = int(slots.min()), int(slots.max())
+        layout = self.layout
+        heads, dim = layout.page_shape(values)[2:]
+        dtype = np.float32 if layout.dtype == "float32" else np.uint16
+        at = layout.plane_offset(layer, values) + first * heads * dim * np.dtype(dtype).itemsize
+        return self._read(at, (last - first + 1) * heads * dim, dtype).reshape(-1, heads, dim)[slots - first]
+
     def logits(self, rows: int) -> np.ndarray:
         """The first `rows` rows of the logits buffer, fp32 [rows, V]."""
         count = rows * self.layout.vocab_size

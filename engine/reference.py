@@ -120,17 +120,18 @@ class Reference:
     def after(
         self,
         sequences: Sequence[Sequence[int]],
-        start: int,
+        start: int | Sequence[int],
         layers: range | None = None,
         cheaper: str | None = None,
         dtype: str = "float32",
     ) -> np.ndarray:
-        """The logits that tokens from `start` on follow, of sequences computed together: fp32 [sum of len - start, V].
+        """The logits that tokens from `start` (of all, or one each) on follow, of sequences computed together: fp32 [rows, V].
 
         `cheaper`: what is rounded first, at an endpoint of `dtype`, or another order of its sums (engine/cheaper.py).
         """
         lengths = [len(sequence) for sequence in sequences]
-        header = {"type": "after", "lengths": lengths, "starts": [start] * len(lengths), "arithmetic": [cheaper, dtype]}
+        starts = [start] * len(lengths) if isinstance(start, int) else list(start)
+        header = {"type": "after", "lengths": lengths, "starts": starts, "arithmetic": [cheaper, dtype]}
         return self._ask(header, [token for sequence in sequences for token in sequence], layers)["logits"]
 
     def kv(self, tokens: Sequence[int], layers: range | None = None) -> tuple[np.ndarray, np.ndarray]:

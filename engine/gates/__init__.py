@@ -16,14 +16,14 @@ from tideforge.engine.gates.pages import own_pages
 from tideforge.engine.gates.precision import precision
 from tideforge.engine.gates.probe import Probe
 from tideforge.engine.gates.quality import quality, task_score
-from tideforge.engine.gates.rows import alike, every_row
+from tideforge.engine.gates.rows import alike, every_row, first_look
 from tideforge.engine.gates.running import back_to_back, batch_sizes, determinism, interleaved_against_serial
 from tideforge.engine.gates.sampling import sampling
 
 Gate = Callable[[Probe], dict[str, Any]]
 
-# For every candidate that a search would keep (engine/ladder.py): together they see other pages, layers, precision and neighbours.
-CHEAP = ("written_kv", "canary_pages", "quality", "interleaved_against_serial")
+# For candidates that a search would keep (engine/ladder.py): what is wrong with pages, layers or neighbours mostly shows at once.
+CHEAP = ("first_look",)
 
 GATES: dict[str, Gate] = {
     gate.__name__: gate
@@ -47,6 +47,7 @@ GATES: dict[str, Gate] = {
         batch_sizes,
         back_to_back,
         every_row,
+        first_look,
         alike,
     )
 }

@@ -16,6 +16,10 @@ class Caught(TideforgeError):
     """A gate saw a fault; the message is its evidence: request, token, layer, expected, got."""
 
 
+class Unverifiable(TideforgeError):
+    """A gate cannot be asked here, which is no fault of the candidate's; the message says why, and stands in red for whoever approves."""
+
+
 def require_right(probe: Probe, chains: Mapping[str, Sequence[int]], prompts: Mapping[str, tuple[int, ...]]) -> float:
     """Every emitted token within the derived bound of the reference's maximum; the worst gap in logits."""
     names = list(chains)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tideforge.engine.compare import SAFETY
-from tideforge.engine.gates.caught import Caught
+from tideforge.engine.gates.caught import Caught, Unverifiable
 from tideforge.engine.gates.probe import Probe
 from tideforge.engine.gates.replay import (
     Moment,
@@ -96,10 +96,11 @@ class Expected:
 
     @property
     def tells(self) -> bool:
-        """The change moved some logit by more than twice the bound; or by more than twice the noise that was seen anywhere, and
-        all of them further than twice SAFETY times what noise goes along its direction."""
+        """The change moved some logit by more than twice the bound; or by more than twice the noise of any logit, and all of
+        them further than twice SAFETY times what noise goes along its direction."""
         along = float(np.abs(self.noise @ (self.now - self.plain)).max())
-        beyond_noise = self.moved > MATTERS * self.bound / SAFETY and MATTERS * SAFETY * along < self._square
+        seen = float(np.abs(self.noise).max())
+        beyond_noise = self.moved > MATTERS * seen and MATTERS * SAFETY * along < self._square
         return self.moved > MATTERS * self.bound or beyond_noise
 
     @property
@@ -275,4 +276,4 @@ def own_pages(probe: Probe) -> dict[str, Any]:
                 "worst_share_of_bound": meddler.judge.worst, "least_moved_in_bounds": float(meddler.least_moved),
             }  # fmt: skip
     names = ", ".join(kind.__name__ for kind in meddler.missing)
-    raise Caught(f"in {REPLAYS} replays no change of these kinds moved the reference beyond doubt: {names}")
+    raise Unverifiable(f"in {REPLAYS} replays no change of these kinds moved the reference beyond doubt: {names}")

@@ -51,10 +51,7 @@ def slots_of(arena: Arena, blocks: Sequence[int], count: int) -> np.ndarray:
 
 def read_slots(arena: Arena, layers: range, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values in the bits that the pages hold, [L, len(slots), heads, dim]: a copy."""
-    keys, values = (
-        np.stack([plane.reshape(-1, *plane.shape[2:])[slots] for plane in (arena.plane(i, side) for i in layers)])
-        for side in (False, True)
-    )
+    keys, values = (np.stack([arena.slots(layer, side, slots) for layer in layers]) for side in (False, True))
     return keys, values
 
 

@@ -15,6 +15,7 @@ from tideforge.engine.scheduler import Request
 
 ROWS = 400  # decodes: what is wrong in one of 50 is among them but for once in 3,000 times
 SPAN = 112  # tokens of a request, prompt and answer
+LOOK, LOOKED_AT = 16, 4  # decodes of a first look, and requests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,22 @@ def every_row(probe: Probe) -> dict[str, Any]:
     return figures
 
 
+def first_look(probe: Probe) -> dict[str, Any]:
+    """A few decodes side by side: all logits, and K and V of one request. What a search asks of those that it would keep."""
+    start = 6 + probe.secret() % 10
+    spans = probe.spans([start + LOOK] * min(LOOKED_AT, probe.limits.max_num_seqs))
+    chains = {str(i): Chain(span, start) for i, span in enumerate(spans)}
+    recorder = _forced(probe, chains)
+    drain(probe.core(recorder), [chain.request(probe, name) for name, chain in chains.items()], len(chains))
+    figures = _require_rows(probe, recorder, chains)
+    name = str(len(chains) - 1)  # it was admitted last and ended last: nobody has its blocks yet
+    last = recorder.rows[name][-1]
+    return {
+        **figures,
+        "worst_share_of_bound": require_written(probe, name, chains[name].tokens[: last.context], last.blocks),
+    }
+
+
 def repeating(span: tuple[int, ...], rng: np.random.Generator) -> tuple[int, ...]:
     """As long, of its first tokens again and again."""
     period = int(rng.integers(3, 12))
@@ -66,7 +83,9 @@ def alike(probe: Probe) -> dict[str, Any]:
     short = {}
     for i in range(3 * count):
         [own] = probe.spans([1])
-        prompt = (beginning + tails[i % count][:-1] + own, own, beginning + own)[i % 3]
+        prompt = (beginning + tails[i % count] + own, own, beginning + own)[
+            i % 3
+        ]  # full blocks are cached, one token is left
         short[f"short-{i}"] = Chain.of(prompt, probe.spans([int(rng.integers(2, 7))])[0])
     recorder = _forced(probe, long | short)
     core = probe.core(recorder, prefix_cache=True)
@@ -80,16 +99,18 @@ def _forced(probe: Probe, chains: Mapping[str, Chain]) -> Recorder:
 
 
 def _require_rows(probe: Probe, recorder: Recorder, chains: Mapping[str, Chain]) -> dict[str, Any]:
-    """Logits of each row within the bound of the reference's; `chains`: by request its tokens, and how many are its prompt."""
-    worst, rows = 0.0, 0
-    for name, chain in chains.items():
-        expected = probe.reference.after([chain.tokens], chain.start, probe.layers)
-        got = np.stack([row.logits for row in recorder.rows[name]])
-        off = np.nan_to_num(np.abs(got - expected).max(axis=1), nan=np.inf)
-        at, rows = int(off.argmax()), rows + len(off)
-        worst = max(worst, float(off[at]))
-        if not off[at] <= probe.bounds.logit:
-            raise Caught(
-                f"request {name}, token {at} of {len(off)}: a logit is off by {off[at]:.4g}; bound {probe.bounds.logit:.4g}"
-            )
-    return {"rows": rows, "max_logit_difference": worst, "bound": probe.bounds.logit}
+    """Logits of each row within the bound of the reference's."""
+    expected = probe.reference.after(
+        [chain.tokens for chain in chains.values()], [chain.start for chain in chains.values()], probe.layers
+    )
+    worst, at = 0.0, 0
+    for name in chains:
+        for token, row in enumerate(recorder.rows[name]):
+            off = float(np.abs(row.logits - expected[at]).max())
+            worst, at = max(worst, off), at + 1
+            if not off <= probe.bounds.logit:
+                raise Caught(
+                    f"request {name}, token {token} of {len(recorder.rows[name])}: a logit is off by {off:.4g}; "
+                    f"bound {probe.bounds.logit:.4g}"
+                )
+    return {"rows": at, "max_logit_difference": worst, "bound": probe.bounds.logit}

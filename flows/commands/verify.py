@@ -68,13 +68,20 @@ def show(verdict: Verdict) -> None:
     console = Console(highlight=False, soft_wrap=True)
     table = Table("gate", "", "seconds", "figures", title=f"forward {verdict.forward[:12]}")
     for gate in verdict.gates:
-        figures = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in gate.figures.items())
-        table.add_row(gate.name, outcome(gate), f"{gate.seconds:.1f}", figures)
+        table.add_row(gate.name, outcome(gate), f"{gate.seconds:.1f}", figures(gate))
     console.print(table)
     for gate in verdict.gates:
         if not gate.passed:
             console.print(f"{gate.name}: {gate.evidence}", style="red", markup=False)
     _rest(console, verdict)
+
+
+def figures(gate: GateResult) -> str:
+    """Those of one number; `--json` has all."""
+    single = {name: value for name, value in gate.figures.items() if isinstance(value, int | float)}
+    return ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in single.items()
+    )
 
 
 def outcome(gate: GateResult) -> str:

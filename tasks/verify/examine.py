@@ -16,7 +16,7 @@ from tideforge.engine.config import Settings
 from tideforge.engine.evaluate import environment
 from tideforge.engine.forward import Forward
 from tideforge.engine.gates import GATES
-from tideforge.engine.gates.caught import Caught
+from tideforge.engine.gates.caught import Caught, Unverifiable
 from tideforge.engine.gates.probe import Probe
 from tideforge.engine.objective import Objective
 from tideforge.engine.service_config import PLAIN
@@ -26,7 +26,6 @@ from tideforge.tasks.verify.flags import flags_of
 from tideforge.tasks.verify.own import OWN
 from tideforge.tasks.verify.plan import PAIR, Plan
 from tideforge.tasks.verify.trialled import CHECKED_ANSWERS, Trialled
-from tideforge.tasks.verify.unverifiable import Unverifiable
 from tideforge.tasks.verify.verdict import GateResult, Verdict
 
 Progress = Callable[[str], None]
@@ -91,7 +90,7 @@ def examine(
                 for name in plan.looking_back():
                     gates.append(_told(run_own(name, trialled), progress))
             cut, unverified = plan.shortfall(len(trialled.blocks), [gate.name for gate in gates])
-            gates += of_blocks(trialled, now() - begin, trialled.floor_s(*floor))
+            gates += of_blocks(trialled, trialled.answers_s, trialled.floor_s(*floor))
         except IncumbentLost as lost:
             unverified = str(lost)
         except CandidateError as error:

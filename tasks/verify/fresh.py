@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 
 from tideforge.engine.forward import ENTRY, Forward
-from tideforge.engine.gates.caught import Caught
+from tideforge.engine.gates.caught import Caught, Unverifiable
 from tideforge.engine.gates.kv import written_kv
 from tideforge.engine.gates.probe import Probe, Recorder, drain
 from tideforge.engine.gates.quality import quality
 from tideforge.errors import CandidateError
 from tideforge.tasks.verify.trialled import Trialled
-from tideforge.tasks.verify.unverifiable import Unverifiable
 
 PROMPT, EMITTED = 24, 6  # tokens
 MOVED = 2.0  # times the bound that the reference must have moved, or the weights would show nothing

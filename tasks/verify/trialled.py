@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import random
 import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -65,6 +66,7 @@ class Trialled:
         self.a = self._incumbent()
         self._b: RemoteExecutor | None = None
         self.blocks: list[Pair] = []
+        self.answers_s = 0.0  # what looking at their answers has taken
         self.idle = Idle(settings.threads)
         self.seal = Seal.of(
             [*protected, *(forward.save(settings.state / "forwards") for forward in (incumbent, candidate))]
@@ -127,7 +129,9 @@ class Trialled:
         pair = self._both(self.workload.held_out, turned=len(self.blocks) % 2 == 1)
         self.blocks.append(pair)
         answers = secrets.SystemRandom().sample(pair[1].answers, min(CHECKED_ANSWERS, len(pair[1].answers)))
+        begin = time.perf_counter()
         check.require_right(self.reference, answers, self.layers, self.bounds.logit_gap)
+        self.answers_s += time.perf_counter() - begin
 
     def _both(self, part: Sequence[RequestShape], turned: bool = False) -> Pair:
         """A pair of blocks; again when the incumbent's worker died under it, for which the candidate is not to blame."""

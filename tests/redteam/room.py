@@ -26,6 +26,7 @@ class Room(Trialled):
         self.layers, self.settings = bench.layers, bench.settings
         self.arena = self.lab.arena("verify-candidate")
         self.arena.fill(POISON)
+        self.answers_s = 0.0
         self.a, self._b, self.blocks, self.idle = bench.incumbent_worker, None, [], Idle(bench.settings.threads)
         folders = [forward.save(self.settings.state / "forwards") for forward in (self.incumbent, candidate)]
         self.seal = Seal.of([*protected, *folders])

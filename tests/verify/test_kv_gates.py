@@ -18,7 +18,7 @@ from tideforge.engine.config import Limits, ModelConfig, Settings
 from tideforge.engine.doubles import DOUBLES
 from tideforge.engine.forward import Forward
 from tideforge.engine.gates import GATES, pages
-from tideforge.engine.gates.caught import Caught
+from tideforge.engine.gates.caught import Caught, Unverifiable
 from tideforge.engine.gates.local import TEXT, local_probe
 from tideforge.engine.gates.probe import Probe
 from tideforge.engine.gates.shadow import write_slots_of
@@ -28,7 +28,7 @@ from tideforge.engine.scheduler import Request, Scheduler
 
 OURS = (
     "own_pages", "given_pages", "canary_pages", "nan_pages", "written_kv", "held_outputs", "permuted_tables", "abort_cycles",
-    "batch_sizes", "back_to_back", "interleaved_against_serial", "block_reuse",
+    "batch_sizes", "back_to_back", "interleaved_against_serial", "block_reuse", "every_row", "first_look", "alike",
 )  # fmt: skip
 IN_RUNS = ("own_pages", "canary_pages", "nan_pages", "written_kv", "held_outputs")
 
@@ -68,6 +68,8 @@ def evidence(gate: str, probe: Probe) -> str:
         GATES[gate](probe)
     except Caught as caught:
         return str(caught)
+    except Unverifiable as reason:
+        return f"not asked: {reason}"
     return ""
 
 
@@ -136,6 +138,24 @@ REMEMBERS = """
         rows = {end - 1: i for i, end in enumerate(starts[1:])}
         for n, at in enumerate(batch.logits_indices.tolist()):
             batch.logits[n] = self.answers.setdefault(self.fed[firsts[rows[at]]], batch.logits[n].clone())
+"""
+STALE = """        self.rows = getattr(self, "rows", 0) + len(batch.logits)
+        if self.rows % 50 < len(batch.logits) and not batch.num_prefills:
+            batch.logits[0].mul_(1.001)
+"""
+TWINS = """        seen = {}
+        for n in range(0 if batch.num_prefills else batch.num_decodes):
+            look = int(batch.input_ids[n]), int(batch.positions[n]), int(batch.block_tables[0][n, 0])
+            batch.logits[n] = batch.logits[seen.setdefault(look, n)]
+"""
+SUCCESSOR = """        lengths = batch.seq_lens.tolist()
+        if batch.num_prefills == 0:
+            last, self.lengths = getattr(self, "lengths", None), lengths
+            for n, then in enumerate(last if last is not None and len(last) == len(lengths) else ()):
+                if lengths[n] != then + 1:
+                    batch.logits[n].mul_(1.001)
+        else:
+            self.lengths = None
 """
 THREAD = "import threading\nimport time\nfrom typing import"
 JOIN = "        if hasattr(self, 'thread'):\n            self.thread.join()\n"
@@ -218,6 +238,19 @@ FAULTS: dict[str, tuple[tuple[Edit, ...], str, str]] = {
           "        if self.steps > 20:\n            self.values.flatten(0, 1)[slots] = 0\n"),),
         "abort_cycles", r"request \d+, token \d+: emitted \d+, the reference prefers",
     ),
+    "a logit off in one of fifty decodes": (
+        ((END, END + STALE),), "every_row", r"request \d+, token \d+ of \d+: a logit is off by .*; bound",
+    ),
+    "keys scaled in the pages, and queries the other way": (
+        ((WRITE, WRITE + "        self.keys.flatten(0, 1)[slots] *= 2.0\n"), (ATTEND, ATTEND.replace("(q,", "(0.5 * q,"))),
+        "first_look", r"request 3, layer 0 keys, token \d+, head \d+: off by",
+    ),
+    "requests of one beginning, token and place answered alike": (
+        ((END, END + TWINS),), "alike", r"request alike-\d, token \d of 4: a logit is off by",
+    ),
+    "a request in the place of one that has just ended": (
+        ((END, END + SUCCESSOR),), "alike", r"request short-\d+, token \d of \d: a logit is off by",
+    ),
     "wrong in the later ones of decodes without the host": (
         ((BEGIN, "        again = getattr(self, 'inputs', None) is batch.input_ids\n        self.inputs = batch.input_ids\n" + BEGIN),
          (END, END + "        if again:\n            batch.logits.copy_(batch.logits.roll(1, 1))\n")),
@@ -253,7 +286,7 @@ def test_in_16_bits_answers_of_the_former_pages_are_caught_though_the_bound_is_w
 def test_changes_that_move_nothing_have_not_passed(llama: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "KINDS", (unmoved,))
     assert evidence("own_pages", llama.probe()) == (
-        f"in {pages.REPLAYS} replays no change of these kinds moved the reference beyond doubt: unmoved"
+        f"not asked: in {pages.REPLAYS} replays no change of these kinds moved the reference beyond doubt: unmoved"
     )
 
 

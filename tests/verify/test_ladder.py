@@ -66,7 +66,7 @@ def test_a_winner_that_fails_a_gate_has_an_outcome_evidence_and_no_figures(
     trial = tried(bench, monkeypatch, WON, SCALED)
     assert trial.outcome is Outcome.FAILED_GATE and trial.figures is None and trial.gates_s > 0
     said = trial.message
-    assert said.startswith("written_kv: ") and "layer 0 keys, token" in said and "bound" in said, said
+    assert said.startswith("first_look: ") and "layer 0 keys, token" in said and "bound" in said, said
     assert Trial.from_json(trial.to_json()) == trial
 
 
