@@ -29,7 +29,7 @@ from tideforge.engine.kernels import copy_kernels
 from tideforge.engine.memory import Arena
 from tideforge.engine.sandbox import REQUIRE, Places, sandbox_for
 from tideforge.engine.spawn import Nursery
-from tideforge.errors import CandidateError, ProtocolError, UserError
+from tideforge.errors import CandidateError, PeerGone, ProtocolError, UserError
 
 START_TIMEOUT_S = 120.0
 LANE = "lane"  # lane-1, lane-2: state folders of an endpoint's further devices
@@ -319,12 +319,13 @@ def _start_keeper(settings: Settings, path: Path) -> socket.socket:
 
 
 def keeper_status(state: Path) -> dict[str, Any] | None:
-    """What the running keeper says of itself, or None when none runs."""
+    """What the running keeper says of itself, or None when none runs, or one that is just ending."""
     sock = _connect(state / "keeper.sock")
     if sock is None:
         return None
-    with sock:
+    with sock, contextlib.suppress(PeerGone):
         return protocol.call(sock, {"type": "status"}, 10).header
+    return None
 
 
 def keeper_folders(state: Path) -> list[Path]:

@@ -6,6 +6,8 @@ import contextlib
 import itertools
 import mmap
 import os
+import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import torch
 from tideforge.engine import device, memory, random_weights, segment
 from tideforge.engine.config import Settings
 from tideforge.engine.keeper import Keeper
-from tideforge.engine.lab import Lab
+from tideforge.engine.lab import Lab, keeper_status
 from tideforge.engine.random_weights import RandomWeights, describe, write
 from tideforge.engine.segment import DeviceSegment, Segment, checksum
 from tideforge.engine.stored import open_folder
@@ -197,3 +199,13 @@ def test_the_authority_writes_slots_and_nothing_else(dtype: str, on_device: bool
         at, size = layout.plane_offset(1, True), layout.plane_bytes(True)
         assert bytes(kept.pages[at : at + size].tolist()) == arena.plane(1, True).tobytes()
     kept.close()
+
+
+def test_a_keeper_that_ends_while_it_is_asked_is_none(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(tmp_path / "keeper.sock"))
+        listener.listen(1)
+        ending = threading.Thread(target=lambda: listener.accept()[0].close())
+        ending.start()
+        assert keeper_status(tmp_path) is None
+        ending.join()
