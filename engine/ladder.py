@@ -12,7 +12,7 @@ import random
 import secrets
 from typing import TYPE_CHECKING
 
-from tideforge.engine.gates import CHEAP, GATES
+from tideforge.engine.gates import CHEAP, asked
 from tideforge.engine.gates.caught import Caught, Unverifiable
 from tideforge.engine.gates.probe import Probe
 from tideforge.engine.outcome import SLOW, Figures, Outcome, Trial
@@ -63,6 +63,6 @@ def climb(bench: Bench, prepared: Prepared) -> None:
     for name in random.Random(secrets.randbits(64)).sample(CHEAP, len(CHEAP)):
         try:
             with contextlib.suppress(Unverifiable):  # verification says so
-                GATES[name](probe)
+                asked(name, probe)
         except Caught as caught:
             raise CandidateError(Outcome.FAILED_GATE, f"{name}: {caught}") from None

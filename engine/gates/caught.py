@@ -20,6 +20,12 @@ class Unverifiable(TideforgeError):
     """A gate cannot be asked here, which is no fault of the candidate's; the message says why, and stands in red for whoever approves."""
 
 
+def other_on_top(expected: np.ndarray, got: np.ndarray, bound: float) -> str:
+    """Evidence of one row, both [V]: the candidate's largest logit, and how far the reference puts it below its own."""
+    mine, best = int(got.argmax()), int(expected.argmax())
+    return f"{mine} is on top, the reference prefers {best} by {expected[best] - expected[mine]:.4g} logits; the bound is {bound:.4g}"
+
+
 def require_right(probe: Probe, chains: Mapping[str, Sequence[int]], prompts: Mapping[str, tuple[int, ...]]) -> float:
     """Every emitted token within the derived bound of the reference's maximum; the worst gap in logits."""
     names = list(chains)

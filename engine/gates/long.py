@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tideforge.engine import compare, matched
-from tideforge.engine.gates.caught import Caught
+from tideforge.engine.gates.caught import Caught, other_on_top
 from tideforge.engine.gates.forced import candidate_logits
 from tideforge.engine.gates.probe import Probe
 from tideforge.engine.limits import kind, safety
@@ -37,7 +37,9 @@ def long_context(probe: Probe) -> dict[str, Any]:
     got = candidate_logits(probe, texts, room - ANSWER)
     violations = compare.top1_violations(expected, got, probe.bounds.logit_gap)
     if violations.size:
-        raise Caught(f"{place(violations[0], room)}: another token on top; {violations.size} in all")
+        at = int(violations[0])
+        why = other_on_top(expected[at], got[at], probe.bounds.logit_gap)
+        raise Caught(f"{place(at, room)}: {why}; {violations.size} such in all")
     moves = got[ANSWER:] - got[:ANSWER]
     off = np.abs(moves - moved).max(axis=1)
     if not off.max() <= 2 * probe.bounds.logit:

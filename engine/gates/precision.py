@@ -13,40 +13,51 @@ from tideforge.engine.gates.forced import candidate_logits, order_logits
 from tideforge.engine.gates.probe import Probe
 from tideforge.engine.limits import kind, limits
 
-SPANS, LENGTH, START = 2, 40, 16  # of a round
+SPANS, ROWS, START = 2, 24, 16  # of a round: texts, rows of each that are compared, tokens before them
+LONG = 128  # tokens of a longer context that a CPU affords for all filters
 TIMES = 3  # that a cheaper arithmetic must show, on fresh text each: noise alone passes a limit now and then
 ROUNDS = 4  # most, until every filter would show half of a whole cheat's error
 LEAST = 1 / 8  # of a cheaper arithmetic's error: who lowers less gains less, and what is below is the quality gate's
 
 
 def precision(probe: Probe) -> dict[str, Any]:
-    """A matched filter (engine/matched.py) for each cheaper arithmetic. One that shows must show on fresh text again."""
+    """A matched filter (engine/matched.py) for each cheaper arithmetic, behind short and behind longer contexts. One that shows must
+    show on fresh text again."""
+    short = _judged(probe, START)
+    room = min(LONG, probe.limits.max_model_len, len(probe.text) // 2)
+    if room < 2 * START + ROWS:
+        return short
+    long = _judged(probe, START + ROWS + probe.secret() % (room - START - 2 * ROWS + 1))
+    return {**short, "long": long}
+
+
+def _judged(probe: Probe, start: int) -> dict[str, Any]:
+    """Of rows from `start` on."""
     dtype = probe.arena.layout.dtype
     deviations = limits(dtype, kind(probe.reference.config)).deviations
     suspects: set[str] = set(NAMES[dtype])
     for _ in range(TIMES):
-        filters = _filtered(probe, dtype, deviations)
+        filters = _filtered(probe, dtype, deviations, start)
         found = filters.readings()
         bounds = {name: max(reading.bound(deviations), LEAST) for name, reading in found.items()}
         suspects &= {name for name, reading in found.items() if not reading.share <= bounds[name]}
         if not suspects:
             return _figures(found, bounds, deviations, filters.weak(deviations))
-    name = min(
-        (name for name in found if name in suspects), key=lambda name: abs(found[name].share - 1)
-    )  # cheaper arithmetics have errors in common
+    # cheaper arithmetics have errors in common: the one that explains most is named
+    name = min((name for name in found if name in suspects), key=lambda name: abs(found[name].share - 1))
     raise Caught(
-        f"{name}: {found[name].share:.3f} of the error that it makes shows in {found[name].rows} logits rows, and did on {TIMES - 1} "
-        f"other texts; an honest forward stays below {bounds[name]:.3f}"
+        f"{name}: {found[name].share:.3f} of the error that it makes shows in {found[name].rows} logits rows behind {start} tokens, and "
+        f"did on {TIMES - 1} other texts; an honest forward stays below {bounds[name]:.3f}"
     )
 
 
-def _filtered(probe: Probe, dtype: str, deviations: float) -> Filters:
+def _filtered(probe: Probe, dtype: str, deviations: float, start: int) -> Filters:
     """On fresh text, as much as tells, or ROUNDS of it."""
     filters = Filters(dtype)
     for done in range(ROUNDS):
         if done and not filters.weak(deviations):
             break
-        filters.round(probe)
+        filters.round(probe, start)
     return filters
 
 
@@ -71,14 +82,14 @@ class Filters:
         self.orders: list[list[np.ndarray]] = []
         self.cheaper: dict[str, list[np.ndarray]] = {name: [] for name in NAMES[dtype]}
 
-    def round(self, probe: Probe) -> None:
+    def round(self, probe: Probe, start: int) -> None:
         """Errors are counted from the reference on weights as the endpoint stores them."""
-        spans = probe.spans([LENGTH] * SPANS)
-        base = probe.reference.after(spans, START, probe.layers, "", self.dtype)
-        self.candidate.append(matched.centred(candidate_logits(probe, spans, START) - base))
-        self.orders.append([matched.centred(order - base) for order in order_logits(probe, spans, START)])
+        spans = probe.spans([start + ROWS] * SPANS)
+        base = probe.reference.after(spans, start, probe.layers, "", self.dtype)
+        self.candidate.append(matched.centred(candidate_logits(probe, spans, start) - base))
+        self.orders.append([matched.centred(order - base) for order in order_logits(probe, spans, start)])
         for name, seen in self.cheaper.items():
-            seen.append(matched.centred(probe.reference.after(spans, START, probe.layers, name, self.dtype) - base))
+            seen.append(matched.centred(probe.reference.after(spans, start, probe.layers, name, self.dtype) - base))
 
     def readings(self) -> dict[str, matched.Reading]:
         errors = np.concatenate(self.candidate)

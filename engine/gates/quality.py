@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tideforge.engine import compare
-from tideforge.engine.gates.caught import Caught
+from tideforge.engine.gates.caught import Caught, other_on_top
 from tideforge.engine.gates.forced import candidate_logits, order_logits
 from tideforge.engine.gates.probe import Probe
 from tideforge.engine.limits import kind, limits
@@ -26,7 +26,9 @@ def quality(probe: Probe) -> dict[str, Any]:
     got = candidate_logits(probe, spans, START)
     violations = compare.top1_violations(expected, got, probe.bounds.logit_gap)
     if violations.size:
-        raise Caught(f"{place(violations[0])}: another token on top; {violations.size} in all")
+        at = violations[0]
+        why = other_on_top(expected[at], got[at], probe.bounds.logit_gap)
+        raise Caught(f"{place(at)}: {why}; {violations.size} such in all")
     kl = compare.kl(expected, got)
     orders = [compare.Spread.of(compare.kl(expected, other)) for other in order_logits(probe, spans, START)]
     mine, most = compare.Spread.of(kl), limits(probe.arena.layout.dtype, kind(probe.reference.config))

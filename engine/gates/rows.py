@@ -13,6 +13,7 @@ from tideforge.engine.gates.kv import require_written
 from tideforge.engine.gates.probe import Probe, Recorder, drain
 from tideforge.engine.scheduler import Request
 
+MOST = 32  # sequences at once that a CPU affords
 ROWS = 400  # decodes: what is wrong in one of 50 is among them but for once in 3,000 times
 SPAN = 112  # tokens of a request, prompt and answer
 LOOK, LOOKED_AT = 16, 4  # decodes of a first look, and requests
@@ -34,19 +35,21 @@ class Chain:
 
 
 def every_row(probe: Probe) -> dict[str, Any]:
-    """Hundreds of decodes, side by side, of real text that is forced on them, a third of it repeating itself: all logits and, of the
-    longest answer, all K and V."""
+    """Hundreds of decodes of real text that is forced on them, in the largest batch, at all contexts, a third of it repeating itself:
+    all logits and, of the answer that ended last, all K and V."""
     rng = np.random.default_rng(probe.secret())
-    length = min(SPAN, probe.limits.max_model_len, len(probe.text) // 2)
-    starts = sorted(rng.integers(4, length // 2, probe.limits.max_num_seqs).tolist())
-    count = min(len(starts), int(np.searchsorted(np.cumsum(length - np.asarray(starts)), ROWS)) + 1)
-    spans = [repeating(span, rng) if i % 3 == 1 else span for i, span in enumerate(probe.spans([length] * count))]
-    chains = {str(i): Chain(span, start) for i, (span, start) in enumerate(zip(spans, starts, strict=False))}
+    longest, count = min(SPAN, probe.limits.max_model_len, len(probe.text) // 2), min(probe.limits.max_num_seqs, MOST)
+    decodes = min(-(-ROWS // count), longest // 2)
+    starts = rng.integers(1, longest - decodes + 1, count).tolist()
+    spans = probe.spans([start + decodes for start in starts])
+    spans = [repeating(span, rng) if i % 3 == 1 else span for i, span in enumerate(spans)]
+    chains = {str(i): Chain(span, start) for i, (span, start) in enumerate(zip(spans, starts, strict=True))}
     recorder = _forced(probe, chains)
     drain(probe.core(recorder), [chain.request(probe, name) for name, chain in chains.items()], count)
-    figures = _require_rows(probe, recorder, chains)
-    last = recorder.rows["0"][-1]  # it ended last: nobody has its blocks yet
-    require_written(probe, "0", chains["0"].tokens[: last.context], last.blocks)
+    figures = require_rows(probe, recorder, chains)
+    name = str(count - 1)  # it was admitted last and ended last: nobody has its blocks yet
+    last = recorder.rows[name][-1]
+    require_written(probe, name, chains[name].tokens[: last.context], last.blocks)
     return figures
 
 
@@ -57,7 +60,7 @@ def first_look(probe: Probe) -> dict[str, Any]:
     chains = {str(i): Chain(span, start) for i, span in enumerate(spans)}
     recorder = _forced(probe, chains)
     drain(probe.core(recorder), [chain.request(probe, name) for name, chain in chains.items()], len(chains))
-    figures = _require_rows(probe, recorder, chains)
+    figures = require_rows(probe, recorder, chains)
     name = str(len(chains) - 1)  # it was admitted last and ended last: nobody has its blocks yet
     last = recorder.rows[name][-1]
     return {
@@ -91,14 +94,14 @@ def alike(probe: Probe) -> dict[str, Any]:
     core = probe.core(recorder, prefix_cache=True)
     for chains in (long, short):
         drain(core, [chain.request(probe, name) for name, chain in chains.items()], count)
-    return _require_rows(probe, recorder, long | short)
+    return require_rows(probe, recorder, long | short)
 
 
 def _forced(probe: Probe, chains: Mapping[str, Chain]) -> Recorder:
     return Recorder(probe.worker, probe.arena, {name: chain.tokens[chain.start :] for name, chain in chains.items()})
 
 
-def _require_rows(probe: Probe, recorder: Recorder, chains: Mapping[str, Chain]) -> dict[str, Any]:
+def require_rows(probe: Probe, recorder: Recorder, chains: Mapping[str, Chain]) -> dict[str, Any]:
     """Logits of each row within the bound of the reference's."""
     expected = probe.reference.after(
         [chain.tokens for chain in chains.values()], [chain.start for chain in chains.values()], probe.layers
@@ -106,11 +109,12 @@ def _require_rows(probe: Probe, recorder: Recorder, chains: Mapping[str, Chain])
     worst, at = 0.0, 0
     for name in chains:
         for token, row in enumerate(recorder.rows[name]):
-            off = float(np.abs(row.logits - expected[at]).max())
-            worst, at = max(worst, off), at + 1
+            errors = np.nan_to_num(np.abs(row.logits - expected[at]), nan=np.inf)
+            of, off = int(errors.argmax()), float(errors.max())
             if not off <= probe.bounds.logit:
                 raise Caught(
-                    f"request {name}, token {token} of {len(recorder.rows[name])}: a logit is off by {off:.4g}; "
-                    f"bound {probe.bounds.logit:.4g}"
+                    f"request {name}, token {token} of {len(recorder.rows[name])}: a logit is off by {off:.4g}; bound "
+                    f"{probe.bounds.logit:.4g}; that of token {of} is {row.logits[of]:.5g}, expected {expected[at][of]:.5g}"
                 )
+            worst, at = max(worst, off), at + 1
     return {"rows": at, "max_logit_difference": worst, "bound": probe.bounds.logit}

@@ -15,7 +15,7 @@ from tideforge.engine.compare import Bounds
 from tideforge.engine.config import Settings
 from tideforge.engine.evaluate import environment
 from tideforge.engine.forward import Forward
-from tideforge.engine.gates import GATES
+from tideforge.engine.gates import asked
 from tideforge.engine.gates.caught import Caught, Unverifiable
 from tideforge.engine.gates.probe import Probe
 from tideforge.engine.objective import Objective
@@ -33,7 +33,7 @@ Progress = Callable[[str], None]
 
 def run_gate(name: str, probe: Probe) -> GateResult:
     """Of a gate of engine/gates."""
-    return _result(name, lambda: GATES[name](probe))
+    return _result(name, lambda: asked(name, probe))
 
 
 def run_own(name: str, trialled: Trialled) -> GateResult:

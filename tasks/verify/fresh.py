@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from tideforge.engine.forward import ENTRY, Forward
+from tideforge.engine.gates import asked
 from tideforge.engine.gates.caught import Caught, Unverifiable
-from tideforge.engine.gates.kv import written_kv
 from tideforge.engine.gates.probe import Probe, Recorder, drain
-from tideforge.engine.gates.quality import quality
 from tideforge.errors import CandidateError
 from tideforge.tasks.verify.trialled import Trialled
 
@@ -47,7 +46,7 @@ def other_weights(trialled: Trialled) -> dict[str, Any]:
             with trialled.fresh(trialled.candidate) as probe:
                 other = dataclasses.replace(probe, reference=reference, bounds=bounds)
                 moved = _moved(other, trialled.probe())
-                return {**quality(other), **written_kv(other), "moved": moved}
+                return {**asked("quality", other), **asked("written_kv", other), "moved": moved}
         except CandidateError as error:
             if trialled.settings.device != "cpu" and error.outcome == "out_of_memory":
                 raise Unverifiable(f"other weights: no room for one more worker ({error.message})") from None

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from tideforge.tasks.endpoint import Budget
 
-# Gates of verification alone (tasks/verify/measuring.py, fresh.py, provenance.py), beside those of engine/gates.
+# Gates of verification alone (tasks/verify/own.py), beside those of engine/gates.
 DURING = ("other_weights", "sentinel")
 AFTER = ("incumbent_unharmed", "provenance")  # they look back, and the first ends the candidate's worker
 OF_BLOCKS = ("answers", "possible")  # found while blocks were timed

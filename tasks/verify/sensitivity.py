@@ -27,7 +27,7 @@ from tideforge.engine.config import Limits, Settings
 from tideforge.engine.doubles import DOUBLES
 from tideforge.engine.evaluate import environment
 from tideforge.engine.forward import Forward
-from tideforge.engine.gates import GATES
+from tideforge.engine.gates import GATES, asked
 from tideforge.engine.gates.caught import Caught, Unverifiable
 from tideforge.engine.gates.probe import POISON, Probe
 from tideforge.engine.gates.thresholds import TRAINED, text_of
@@ -87,7 +87,7 @@ class Bench:
 
 def one(name: str, probe: Probe) -> str:
     try:
-        GATES[name](probe)
+        asked(name, probe)
     except Unverifiable:
         return OK
     except Caught as caught:

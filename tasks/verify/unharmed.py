@@ -39,7 +39,7 @@ def incumbent_unharmed(trialled: Trialled) -> dict[str, Any]:
             break
     else:
         raise harmed("while the candidate is frozen", found.ratio, found.low, limit)
-    figures = {"harm": found.ratio, "bound": math.exp(limit), "cpu_s": trialled.idle.busy_s}
+    figures = {"harm": found.ratio, "harm_low": found.low, "bound": math.exp(limit), "cpu_s": trialled.idle.busy_s}
     trialled.lab.release(trialled.b)
     if trialled.settings.device == "cpu":
         return figures

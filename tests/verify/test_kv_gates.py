@@ -28,7 +28,7 @@ from tideforge.engine.scheduler import Request, Scheduler
 
 OURS = (
     "own_pages", "given_pages", "canary_pages", "nan_pages", "written_kv", "held_outputs", "permuted_tables", "abort_cycles",
-    "batch_sizes", "back_to_back", "interleaved_against_serial", "block_reuse", "every_row", "first_look", "alike",
+    "batch_sizes", "back_to_back", "interleaved_against_serial", "block_reuse", "every_row", "first_look", "alike", "conversations",
 )  # fmt: skip
 IN_RUNS = ("own_pages", "canary_pages", "nan_pages", "written_kv", "held_outputs")
 
@@ -250,6 +250,20 @@ FAULTS: dict[str, tuple[tuple[Edit, ...], str, str]] = {
     ),
     "a request in the place of one that has just ended": (
         ((END, END + SUCCESSOR),), "alike", r"request short-\d+, token \d of \d: a logit is off by",
+    ),
+    "less for a prompt that follows what is cached": (
+        ((END, END + "        if batch.num_prefills and not batch.num_decodes and (batch.seq_lens > batch.max_query_len).all():\n"
+          "            batch.logits.mul_(1.001)\n"),),
+        "conversations", r"request \d-[12], token 0 of \d: a logit is off by",
+    ),
+    "less behind a marker": (
+        ((END, END + "        if (batch.input_ids < 3).any():\n            batch.logits.mul_(1.001)\n"),),
+        "conversations", r"request \d-\d, token \d of \d: a logit is off by",
+    ),
+    "only the largest logits right, where nothing is forced": (
+        ((END, END + "        if batch.num_decodes and len(batch.logits) == batch.num_decodes:\n"
+          "            top = batch.logits.topk(8).values[:, -1:]\n            batch.logits[batch.logits < top] *= 0.9\n"),),
+        "conversations", r"request \d-\d, token \d of \d: a logit is off by",
     ),
     "wrong in the later ones of decodes without the host": (
         ((BEGIN, "        again = getattr(self, 'inputs', None) is batch.input_ids\n        self.inputs = batch.input_ids\n" + BEGIN),
