@@ -9,7 +9,7 @@ import numpy as np
 from tideforge.engine.gates.probe import Probe, Recorder, drain
 from tideforge.engine.gates.rows import Chain, require_rows
 
-USERS, TURNS = 4, 3
+USERS, TURNS, KINDS = 4, 3, 3  # kinds: of new_tokens
 ROOM = 256  # tokens of a conversation that a CPU affords
 ANSWER = 8  # tokens, at most
 SPECIAL = 3  # ids at either end of a vocabulary: where it has its markers
@@ -27,23 +27,25 @@ def conversations(probe: Probe) -> dict[str, Any]:
     room = min(ROOM, probe.limits.max_model_len, (core.pool.capacity // users) * probe.arena.layout.block_size)
     for turn in range(TURNS):
         most = max(1, room // TURNS - ANSWER)
-        prompts = {user: said[user] + new_tokens(probe, rng, int(rng.integers(1, most + 1))) for user in range(users)}
+        new = {
+            user: new_tokens(probe, rng, (user + turn) % KINDS, int(rng.integers(1, most + 1))) for user in range(users)
+        }
+        prompts = {user: said[user] + new[user] for user in range(users)}
         order = rng.permutation(users).tolist()
         requests = [probe.request(f"{u}-{turn}", prompts[u], int(rng.integers(2, ANSWER + 1))) for u in order]
-        answers = drain(core, requests, int(rng.integers(1, users + 1)))
+        answers = drain(core, requests, 1 if turn == 1 else int(rng.integers(1, users + 1)))  # once surely alone
         for user in order:
             said[user] = prompts[user] + tuple(answers[f"{user}-{turn}"])
             chains[f"{user}-{turn}"] = Chain(said[user], len(prompts[user]))
     return require_rows(probe, recorder, chains)
 
 
-def new_tokens(probe: Probe, rng: np.random.Generator, count: int) -> tuple[int, ...]:
-    """Text; or text behind a marker; or any ids."""
-    size = probe.arena.layout.vocab_size
-    kind, [text] = rng.integers(3), probe.spans([count])
+def new_tokens(probe: Probe, rng: np.random.Generator, kind: int, count: int) -> tuple[int, ...]:
+    """Text; text between markers; or any ids."""
+    size, [text] = probe.arena.layout.vocab_size, probe.spans([count])
     if kind == 0:
         return text
     if kind == 1:
-        marker = int(rng.integers(-SPECIAL, SPECIAL)) % size
-        return (marker, *text[1:])
+        first, last = int(rng.integers(SPECIAL)), size - 1 - int(rng.integers(SPECIAL))
+        return (first, *text[1:-1], last)[:count]
     return tuple(rng.integers(0, size, count).tolist())

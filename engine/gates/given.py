@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from tideforge.engine.blocks import BlockPool, chain_key, root_key
+from tideforge.engine.gates.caught import Unverifiable
 from tideforge.engine.gates.pages import Bits, Judge, expect
 from tideforge.engine.gates.probe import Probe, Recorder, drain
 from tideforge.engine.gates.replay import Place, slots_of, write_slots
@@ -16,6 +17,7 @@ STOCK = 64  # tokens of text whose K and V are dealt out to all positions
 SINKS = 4  # of its first tokens only the first is used, for first positions: they can carry activations a hundred times the usual
 LARGEST = 1 << 28  # bytes of one sequence's K and V in fp32: they are sent to the reference, in which they are expanded
 OUTPUTS = 2
+DRAWS = 20  # of prompts that begin differently
 MOST_NEW = 6  # tokens of a prompt behind its prefix
 
 
@@ -25,12 +27,9 @@ def given_pages(probe: Probe) -> dict[str, Any]:
     The shorter ones come again under other pages. That the older half of the pages counts is seen by what the reference says with
     it exchanged.
     """
-    rng, size, stock = np.random.default_rng(probe.secret()), probe.arena.layout.block_size, _stock(probe)
+    rng, stock = np.random.default_rng(probe.secret()), _stock(probe)
     lengths = dict(zip("abc", _lengths(probe, rng), strict=True))
-    prompts = {
-        name: probe.spans([length + int(rng.integers(1, min(size, MOST_NEW + 1)))])[0]
-        for name, length in lengths.items()
-    }
+    prompts = _prompts(probe, rng, lengths)
     judge, moved = Judge(), 0.0
     for names in ("abc", "bc"):
         pages = {name: _dealt(rng, stock, lengths[name]) for name in names}
@@ -59,6 +58,19 @@ def _answered(
     for name, blocks in given.items():
         assert list(recorder.rows[name][0].blocks[: pages[name][0].shape[1] // size]) == blocks, "the prefix was found"
     return recorder, chains
+
+
+def _prompts(probe: Probe, rng: np.random.Generator, lengths: dict[str, int]) -> dict[str, tuple[int, ...]]:
+    """A few tokens more than pages; of different first blocks, or one would be taken for another's prefix."""
+    size = probe.arena.layout.block_size
+    for _ in range(DRAWS):
+        found = {
+            name: probe.spans([length + int(rng.integers(1, min(size, MOST_NEW + 1)))])[0]
+            for name, length in lengths.items()
+        }
+        if len({prompt[:size] for prompt in found.values()}) == len(found):
+            return found
+    raise Unverifiable("the text holds too few different beginnings of prompts")
 
 
 def _lengths(probe: Probe, rng: np.random.Generator) -> list[int]:

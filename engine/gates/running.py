@@ -82,9 +82,9 @@ def batch_sizes(probe: Probe) -> dict[str, Any]:
 def _sizes(probe: Probe, rng: np.random.Generator) -> list[int]:
     """Ascending, from 1 to the largest batch."""
     most = probe.limits.max_num_seqs
-    beside = {size + by for size in probe.captured for by in (-1, 0, 1)}
+    beside = {size + by for size in (most, *probe.captured) for by in (-1, 0, 1)}
     anywhere = rng.integers(1, most + 1, SIZES).tolist()
-    return sorted({1, most, *(size for size in beside if 1 <= size <= most), *anywhere})
+    return sorted({1, *(size for size in beside if 1 <= size <= most), *anywhere})
 
 
 def _within(
