@@ -191,7 +191,12 @@ class Deployment:
         state = follow.follow(
             self.api, flow_run, self.place.endpoint, lambda line: None, (*follow.FINAL, "PAUSED"), timeout_s
         )
-        assert state["type"] == "PAUSED", f"{state}: {self.tail()}"
+        assert state["type"] == "PAUSED", f"{self.verdicts()} {state}: {self.tail()}"
+
+    def verdicts(self) -> list[str]:
+        """Why each verification so far ended as it did."""
+        files = sorted((self.place.state / "runs").glob("*/verify.json"))
+        return [f"{file.parent.name}: {json.loads(file.read_text())['extra'].get('reason')}" for file in files]
 
     def night(self, run_id: str) -> str:
         """A night through the deployment until it waits for a person; the id of its flow run."""
