@@ -49,6 +49,7 @@ SHAPES = tuple(RequestShape(6 + 5 * i, 12) for i in range(6))
 REPLAYS = 6
 NOISE_TRIALS = 6
 CHECKED_ANSWERS = 2  # of a replay
+LOOKS = 3  # of a plain harness: a cheat is plausible that passes one
 PACKAGES = ("engine", "tasks", "data", "tideforge")
 TIMES = "incumbent_unharmed"
 EVERYTHING = (*sys.stdlib_module_names, "numpy", "tideforge", "safetensors")
@@ -130,7 +131,7 @@ class Ring:
         """Trial, then gates until one fails (all, if `thorough`), then pairs. Never raises for what the forward did."""
         begin = time.perf_counter()
         self.baits.watch()
-        plausible = self.plausible(forward)
+        plausible = any(self.plausible(forward) for _ in range(LOOKS))
         trial = self.trial(forward)
         failed: dict[str, str] = {}
         wall = work = NO_SCORE
