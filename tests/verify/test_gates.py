@@ -221,7 +221,7 @@ def test_an_incumbents_death_is_not_the_candidates(
         assert not verdict.passed and "the incumbent's worker died 4 times" in reason(verdict)
 
 
-def test_a_gate_that_preempted_nothing_has_not_passed(
+def test_a_gate_that_preempted_nothing_was_not_asked(
     bench: tuple[Settings, Workload], bounds: Bounds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings, workload = bench
@@ -233,5 +233,5 @@ def test_a_gate_that_preempted_nothing_has_not_passed(
     monkeypatch.setattr(Probe, "core", with_room)
     with contextlib.closing(Trialled(settings, settings.state, PLAIN, PLAIN, workload, bounds)) as trialled:
         first, second = (run_gate("block_reuse", trialled.probe()) for _ in range(2))
-    assert not first.passed and first.evidence.startswith(f"nothing was preempted in {DRAWS} draws")
+    assert first.unverified.startswith(f"nothing was preempted in {DRAWS} draws"), "a person reads that it was not asked"
     assert second.passed and second.figures["preemptions"] > 0 and not roomy, second.evidence
