@@ -233,5 +233,7 @@ def test_a_gate_that_preempted_nothing_was_not_asked(
     monkeypatch.setattr(Probe, "core", with_room)
     with contextlib.closing(Trialled(settings, settings.state, PLAIN, PLAIN, workload, bounds)) as trialled:
         first, second = (run_gate("block_reuse", trialled.probe()) for _ in range(2))
-    assert first.unverified.startswith(f"nothing was preempted in {DRAWS} draws"), "a person reads that it was not asked"
+    assert first.unverified.startswith(f"nothing was preempted in {DRAWS} draws"), (
+        "a person reads that it was not asked"
+    )
     assert second.passed and second.figures["preemptions"] > 0 and not roomy, second.evidence
