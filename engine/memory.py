@@ -101,18 +101,26 @@ class Arena:
     def plane(self, layer: int, values: bool = False) -> np.ndarray:
         """Keys (or values) of a layer, [num_blocks, block_size, heads, dim]; 16-bit floats come as uint16."""
         layout = self.layout
-        dtype = np.float32 if layout.dtype == "float32" else np.uint16
         shape = layout.page_shape(values)
-        return self._read(layout.plane_offset(layer, values), int(np.prod(shape)), dtype).reshape(shape)
+        return self._read(layout.plane_offset(layer, values), int(np.prod(shape)), self._bits).reshape(shape)
 
     def slots(self, layer: int, values: bool, slots: np.ndarray) -> np.ndarray:
         """What these slots (block * block_size + offset) hold, [len(slots), heads, dim]: a copy. Only what lies between them is fetched."""
-        first, last = int(slots.min()), int(slots.max())
-        layout = self.layout
-        heads, dim = layout.page_shape(values)[2:]
-        dtype = np.float32 if layout.dtype == "float32" else np.uint16
-        at = layout.plane_offset(layer, values) + first * heads * dim * np.dtype(dtype).itemsize
-        return self._read(at, (last - first + 1) * heads * dim, dtype).reshape(-1, heads, dim)[slots - first]
+        first = int(slots.min())
+        _, between = self._between(layer, values, first, int(slots.max()))
+        return between[slots - first]
+
+    def _between(self, layer: int, values: bool, first: int, last: int) -> tuple[int, np.ndarray]:
+        """Where these slots and all between them begin, and what they hold, [last - first + 1, heads, dim]."""
+        shape = self.layout.page_shape(values)[2:]  # of a slot
+        each = int(np.prod(shape))
+        offset = self.layout.plane_offset(layer, values) + first * each * ITEM_BYTES[self.layout.dtype]
+        return offset, self._read(offset, (last - first + 1) * each, self._bits).reshape(-1, *shape)
+
+    @property
+    def _bits(self) -> type[np.generic]:
+        """What numpy has for the pages' precision."""
+        return np.float32 if self.layout.dtype == "float32" else np.uint16
 
     def logits(self, rows: int) -> np.ndarray:
         """The first `rows` rows of the logits buffer, fp32 [rows, V]."""
@@ -126,18 +134,14 @@ class Arena:
 
     def store(self, layer: int, values: bool, slots: Sequence[int] | np.ndarray, data: np.ndarray) -> None:
         """Writes `data` [len(slots), heads, dim], in the bits that `plane` has, into slots (block * block_size + offset) of a layer."""
-        places, item = (
-            np.asarray(slots, np.int64),
-            np.dtype(np.float32 if self.layout.dtype == "float32" else np.uint16),
-        )
+        places = np.asarray(slots, np.int64)
         if not len(places):
             return
-        shape = self.layout.page_shape(values)[2:]  # of a slot
-        each, first, count = int(np.prod(shape)), int(places.min()), int(np.ptp(places)) + 1
-        offset = self.layout.plane_offset(layer, values) + first * each * item.itemsize
-        self._read(offset, count * each, item.type).reshape(count, *shape)[places - first] = data
+        first = int(places.min())
+        offset, between = self._between(layer, values, first, int(places.max()))
+        between[places - first] = data
         if self.keeping is not None:
-            self.keeping.store(offset, count * each * item.itemsize)
+            self.keeping.store(offset, between.nbytes)
 
     def fill(self, byte: int) -> None:
         """Overwrites all pages: 0x00 for zeros, 0xFF for NaN in every float type."""

@@ -5,6 +5,7 @@ No gate runs in a worker, and none asks it anything but to execute steps.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -63,14 +64,11 @@ TIMES = 3  # that a fault must show where noise is heavy-tailed
 def asked(name: str, probe: Probe) -> dict[str, Any]:
     """A gate's figures. At 16 bits a mixture of experts' noise now and then takes a token to another expert, and a limit with it: what
     fails there must fail on fresh draws again. Raises Caught; Unverifiable also where the endpoint's limits have no room for it."""
-    config = probe.reference.config
-    noisy = probe.arena.layout.dtype != "float32" and kind(config) == "sparse"
-    for left in reversed(range(TIMES if noisy else 1)):
-        try:
-            return GATES[name](probe)
-        except Caught:
-            if not left:
-                raise
-        except UserError as error:
-            raise Unverifiable(f"{error.thing} {error.problem}") from None
-    raise AssertionError
+    noisy = probe.arena.layout.dtype != "float32" and kind(probe.reference.config) == "sparse"
+    try:
+        for _ in range(TIMES - 1 if noisy else 0):
+            with contextlib.suppress(Caught):
+                return GATES[name](probe)
+        return GATES[name](probe)
+    except UserError as error:
+        raise Unverifiable(f"{error.thing} {error.problem}") from None

@@ -19,6 +19,8 @@ TIMES = 3  # that a cheaper arithmetic must show, on fresh text each: noise alon
 ROUNDS = 4  # most, until every filter would show half of a whole cheat's error
 LEAST = 1 / 8  # of a cheaper arithmetic's error: who lowers less gains less, and what is below is the quality gate's
 
+Readings = dict[str, matched.Reading]  # by cheaper arithmetic
+
 
 def precision(probe: Probe) -> dict[str, Any]:
     """A matched filter (engine/matched.py) for each cheaper arithmetic, behind short and behind longer contexts. One that shows must
@@ -37,12 +39,11 @@ def _judged(probe: Probe, start: int) -> dict[str, Any]:
     deviations = limits(dtype, kind(probe.reference.config)).deviations
     suspects: set[str] = set(NAMES[dtype])
     for _ in range(TIMES):
-        filters = _filtered(probe, dtype, deviations, start)
-        found = filters.readings()
+        found = _found(probe, dtype, deviations, start)
         bounds = {name: max(reading.bound(deviations), LEAST) for name, reading in found.items()}
         suspects &= {name for name, reading in found.items() if not reading.share <= bounds[name]}
         if not suspects:
-            return _figures(found, bounds, deviations, filters.weak(deviations))
+            return _figures(found, bounds, deviations)
     # cheaper arithmetics have errors in common: the one that explains most is named
     name = min((name for name in found if name in suspects), key=lambda name: abs(found[name].share - 1))
     raise Caught(
@@ -51,25 +52,29 @@ def _judged(probe: Probe, start: int) -> dict[str, Any]:
     )
 
 
-def _filtered(probe: Probe, dtype: str, deviations: float, start: int) -> Filters:
+def _found(probe: Probe, dtype: str, deviations: float, start: int) -> Readings:
     """On fresh text, as much as tells, or ROUNDS of it."""
     filters = Filters(dtype)
-    for done in range(ROUNDS):
-        if done and not filters.weak(deviations):
-            break
+    for _ in range(ROUNDS):
         filters.round(probe, start)
-    return filters
+        found = filters.readings()
+        if not weak(found, deviations):
+            break
+    return found
 
 
-def _figures(
-    found: dict[str, matched.Reading], bounds: dict[str, float], deviations: float, weak: list[str]
-) -> dict[str, Any]:
+def weak(found: Readings, deviations: float) -> list[str]:
+    """Filters that half of a whole cheat's error would not show in."""
+    return [name for name, reading in found.items() if reading.bound(deviations) > matched.HALF]
+
+
+def _figures(found: Readings, bounds: dict[str, float], deviations: float) -> dict[str, Any]:
     return {
         "rows": max(reading.rows for reading in found.values()),
         "shares": {name: reading.share for name, reading in found.items()},
         "bounds": bounds,
         "rows_needed": {name: reading.rows_needed(deviations) for name, reading in found.items()},
-        "without_power": weak,
+        "without_power": weak(found, deviations),
     }
 
 
@@ -91,12 +96,8 @@ class Filters:
         for name, seen in self.cheaper.items():
             seen.append(matched.centred(probe.reference.after(spans, start, probe.layers, name, self.dtype) - base))
 
-    def readings(self) -> dict[str, matched.Reading]:
+    def readings(self) -> Readings:
         errors = np.concatenate(self.candidate)
         orders = [np.concatenate(order) for order in zip(*self.orders, strict=True)]
         found = {name: matched.reading(errors, orders, np.concatenate(seen)) for name, seen in self.cheaper.items()}
         return {name: reading for name, reading in found.items() if reading is not None}
-
-    def weak(self, deviations: float) -> list[str]:
-        """Filters that half of a whole cheat's error would not show in."""
-        return [name for name, reading in self.readings().items() if reading.bound(deviations) > matched.HALF]

@@ -44,13 +44,7 @@ def every_row(probe: Probe) -> dict[str, Any]:
     spans = probe.spans([start + decodes for start in starts])
     spans = [repeating(span, rng) if i % 3 == 1 else span for i, span in enumerate(spans)]
     chains = {str(i): Chain(span, start) for i, (span, start) in enumerate(zip(spans, starts, strict=True))}
-    recorder = _forced(probe, chains)
-    drain(probe.core(recorder), [chain.request(probe, name) for name, chain in chains.items()], count)
-    figures = require_rows(probe, recorder, chains)
-    name = str(count - 1)  # it was admitted last and ended last: nobody has its blocks yet
-    last = recorder.rows[name][-1]
-    require_written(probe, name, chains[name].tokens[: last.context], last.blocks)
-    return figures
+    return _side_by_side(probe, chains)
 
 
 def first_look(probe: Probe) -> dict[str, Any]:
@@ -58,15 +52,18 @@ def first_look(probe: Probe) -> dict[str, Any]:
     start = 6 + probe.secret() % 10
     spans = probe.spans([start + LOOK] * min(LOOKED_AT, probe.limits.max_num_seqs))
     chains = {str(i): Chain(span, start) for i, span in enumerate(spans)}
+    return _side_by_side(probe, chains)
+
+
+def _side_by_side(probe: Probe, chains: Mapping[str, Chain]) -> dict[str, Any]:
+    """All at once, each with as many tokens to answer: all logits, and K and V of the request that was admitted last."""
     recorder = _forced(probe, chains)
     drain(probe.core(recorder), [chain.request(probe, name) for name, chain in chains.items()], len(chains))
     figures = require_rows(probe, recorder, chains)
-    name = str(len(chains) - 1)  # it was admitted last and ended last: nobody has its blocks yet
+    name = list(chains)[-1]  # it ended last: nobody has its blocks yet
     last = recorder.rows[name][-1]
-    return {
-        **figures,
-        "worst_share_of_bound": require_written(probe, name, chains[name].tokens[: last.context], last.blocks),
-    }
+    worst = require_written(probe, name, chains[name].tokens[: last.context], last.blocks)
+    return {**figures, "worst_share_of_bound": worst}
 
 
 def repeating(span: tuple[int, ...], rng: np.random.Generator) -> tuple[int, ...]:
@@ -86,9 +83,12 @@ def alike(probe: Probe) -> dict[str, Any]:
     short = {}
     for i in range(3 * count):
         [own] = probe.spans([1])
-        prompt = (beginning + tails[i % count] + own, own, beginning + own)[
-            i % 3
-        ]  # full blocks are cached, one token is left
+        prompts = (
+            beginning + tails[i % count] + own,
+            own,
+            beginning + own,
+        )  # full blocks are cached, one token is left
+        prompt = prompts[i % 3]
         short[f"short-{i}"] = Chain.of(prompt, probe.spans([int(rng.integers(2, 7))])[0])
     recorder = _forced(probe, long | short)
     core = probe.core(recorder, prefix_cache=True)

@@ -13,9 +13,7 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import secrets
-import signal
 import sys
 import tempfile
 import time
@@ -31,7 +29,7 @@ from tideforge.engine.gates import GATES, asked
 from tideforge.engine.gates.caught import Caught, Unverifiable
 from tideforge.engine.gates.probe import POISON, Probe
 from tideforge.engine.gates.thresholds import TRAINED, text_of
-from tideforge.engine.lab import Lab, keeper_status
+from tideforge.engine.lab import Lab, end_keeper
 from tideforge.engine.model_config import model_for
 from tideforge.engine.reference import Reference
 from tideforge.errors import CandidateError
@@ -57,8 +55,7 @@ class Bench:
     def close(self) -> None:
         self.reference.close()
         self.lab.close()
-        if (status := keeper_status(self.lab.settings.state)) is not None:
-            os.kill(status["pid"], signal.SIGTERM)
+        end_keeper(self.lab.settings.state)
 
     @contextlib.contextmanager
     def probe(self, forward: Forward) -> Iterator[Probe]:

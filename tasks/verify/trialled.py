@@ -57,20 +57,23 @@ class Trialled:
         self.lab, self.events = Lab(settings, events), events
         self.incumbent, self.candidate, self.workload, self.bounds = incumbent, candidate, workload, bounds
         self.objective, self.noise = objective, noise
-        self.corpus = workload.corpus[len(workload.corpus) // 2 :]
-        self.layers = range(self.lab.config.num_hidden_layers)
         self.settings = settings.with_knobs(incumbent.knobs)
         self.reference = Reference.start(settings.model, settings.state, device=settings.device)
+        self._begin(protected)
+        self.a = self._incumbent()
+
+    def _begin(self, protected: Sequence[Path]) -> None:
+        """What every verification begins with, whoever provides its lab, reference and incumbent."""
+        self.corpus = self.workload.corpus[len(self.workload.corpus) // 2 :]
+        self.layers = range(self.lab.config.num_hidden_layers)
         self.arena = self.lab.arena("verify-candidate")
         self.arena.fill(POISON)
-        self.a = self._incumbent()
         self._b: RemoteExecutor | None = None
         self.blocks: list[Pair] = []
         self.answers_s = 0.0  # what looking at their answers has taken
-        self.idle = Idle(settings.threads)
-        self.seal = Seal.of(
-            [*protected, *(forward.save(settings.state / "forwards") for forward in (incumbent, candidate))]
-        )
+        self.idle = Idle(self.lab.settings.threads)
+        folders = [forward.save(self.settings.state / "forwards") for forward in (self.incumbent, self.candidate)]
+        self.seal = Seal.of([*protected, *folders])
 
     @property
     def b(self) -> RemoteExecutor:

@@ -12,7 +12,6 @@ import functools
 import math
 import os
 import secrets
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from tideforge.engine.evaluate import Bench
 from tideforge.engine.executor import RemoteExecutor
 from tideforge.engine.forward import Forward
 from tideforge.engine.gates.probe import POISON
-from tideforge.engine.lab import keeper_status
+from tideforge.engine.lab import end_keeper
 from tideforge.engine.outcome import Outcome, Trial
 from tideforge.engine.service_config import ServiceConfig, new_core
 from tideforge.errors import CandidateError, ProtocolError
@@ -122,8 +121,7 @@ class Ring:
         self.bench.close()
         self.baits.close()
         with contextlib.suppress(ProtocolError, OSError):
-            if (status := keeper_status(self.state)) is not None:
-                os.kill(status["pid"], signal.SIGTERM)
+            end_keeper(self.state)
 
     # --- one forward
 

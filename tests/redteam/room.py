@@ -7,9 +7,6 @@ from pathlib import Path
 
 from tideforge.engine.evaluate import Bench
 from tideforge.engine.forward import Forward
-from tideforge.engine.gates.probe import POISON
-from tideforge.tasks.verify.idle import Idle
-from tideforge.tasks.verify.seal import Seal
 from tideforge.tasks.verify.trialled import Trialled
 
 
@@ -21,15 +18,9 @@ class Room(Trialled):
         self.incumbent, self.candidate, self.workload, self.bounds = (
             bench.incumbent, candidate, bench.workload, bench.bounds,
         )  # fmt: skip
-        self.objective, self._noise = bench.config.objective, noise
-        self.corpus = self.workload.corpus[len(self.workload.corpus) // 2 :]
-        self.layers, self.settings = bench.layers, bench.settings
-        self.arena = self.lab.arena("verify-candidate")
-        self.arena.fill(POISON)
-        self.answers_s = 0.0
-        self.a, self._b, self.blocks, self.idle = bench.incumbent_worker, None, [], Idle(bench.settings.threads)
-        folders = [forward.save(self.settings.state / "forwards") for forward in (self.incumbent, candidate)]
-        self.seal = Seal.of([*protected, *folders])
+        self.objective, self._noise, self.settings = bench.config.objective, noise, bench.settings
+        self._begin(protected)
+        self.a = bench.incumbent_worker
 
     @property
     def noise(self) -> Sequence[float]:  # type: ignore[override]

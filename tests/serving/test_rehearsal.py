@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +9,7 @@ import numpy as np
 from tests.serving.conftest import LLAMA
 from tideforge.engine.config import Limits, Settings
 from tideforge.engine.forward import Forward
-from tideforge.engine.lab import Lab, keeper_status
+from tideforge.engine.lab import Lab, end_keeper
 from tideforge.engine.memory import Arena
 from tideforge.engine.serving.rehearsal import dummy_step, rehearse
 
@@ -40,8 +38,7 @@ def test_a_rehearsal_leaves_live_pages_and_logits_alone(model: Path, tmp_path: P
         assert np.array_equal(arena.logits(4).view(np.uint32), before.view(np.uint32))
     finally:
         lab.close()
-        if (status := keeper_status(settings.state)) is not None:
-            os.kill(status["pid"], signal.SIGTERM)
+        end_keeper(settings.state)
 
 
 def test_a_dummy_step_is_a_prefill_or_a_decode_of_the_dummy_page() -> None:

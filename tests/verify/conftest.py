@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from tideforge.engine.compare import Bounds
 from tideforge.engine.config import Limits, Settings
 from tideforge.engine.doubles import DOUBLES, tiny_llama, tiny_moe
 from tideforge.engine.forward import Forward
-from tideforge.engine.lab import keeper_status
+from tideforge.engine.lab import end_keeper
 from tideforge.engine.model_config import model_for
 from tideforge.engine.reference import Reference
 from tideforge.tasks.verify.sensitivity import Bench
@@ -50,17 +48,12 @@ class Place:
             yield made
 
 
-def ended(settings: Settings) -> None:
-    if (status := keeper_status(settings.state)) is not None:
-        os.kill(status["pid"], signal.SIGTERM)
-
-
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("llama")
     place = Place.of(folder, tiny_llama(folder / "model"), "LlamaForCausalLM")
     yield place
-    ended(place.settings)
+    end_keeper(place.settings.state)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +61,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("moe")
     place = Place.of(folder, tiny_moe(folder / "model"), "MixtralForCausalLM")
     yield place
-    ended(place.settings)
+    end_keeper(place.settings.state)
 
 
 Benches = Callable[[str, str], tuple[Bench, Forward]]

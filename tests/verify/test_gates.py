@@ -20,7 +20,7 @@ from tideforge.engine.forward import Forward
 from tideforge.engine.gates import GATES
 from tideforge.engine.gates.kv import DRAWS
 from tideforge.engine.gates.probe import Probe
-from tideforge.engine.lab import keeper_status
+from tideforge.engine.lab import end_keeper
 from tideforge.engine.model_config import model_for
 from tideforge.engine.objective import Objective
 from tideforge.engine.outlive import INCUMBENT_RETRIES
@@ -73,19 +73,14 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Settings, 
     limits = Limits(max_num_seqs=8, max_num_batched_tokens=128, max_model_len=512)
     settings = Settings(folder / "s", tiny_llama(folder / "model"), num_blocks=64, limits=limits)
     yield settings, workload
-    end_keeper(settings)
+    end_keeper(settings.state)
 
 
 @pytest.fixture
 def latent(bench: tuple[Settings, Workload], tmp_path: Path) -> Iterator[tuple[Settings, Workload]]:
     settings = dataclasses.replace(bench[0], state=tmp_path / "s", model=tiny_deepseek(tmp_path / "model"))
     yield settings, bench[1]
-    end_keeper(settings)
-
-
-def end_keeper(settings: Settings) -> None:
-    if (status := keeper_status(settings.state)) is not None:
-        os.kill(status["pid"], signal.SIGTERM)
+    end_keeper(settings.state)
 
 
 def failed(bench: tuple[Settings, Workload], candidate: Forward, incumbent: Forward = PLAIN) -> set[str]:

@@ -14,6 +14,7 @@ from tideforge.engine.doubles import tiny_llama
 from tideforge.engine.evaluate import Bench
 from tideforge.engine.forward import ENTRY
 from tideforge.engine.gates import CHEAP, GATES
+from tideforge.engine.lab import end_keeper
 from tideforge.engine.ladder import SHARE, Ladder
 from tideforge.engine.outcome import Figures, Outcome, Trial
 from tideforge.engine.prepared import Prepared
@@ -21,7 +22,7 @@ from tideforge.engine.service_config import ServiceConfig
 from tideforge.engine.slow import SlowTier
 from tideforge.tasks import evidence
 
-from .conftest import WORK, Settings, ended
+from .conftest import WORK, Settings
 
 LLAMA = Path(__file__).parents[2] / "engine" / "models" / "llama"
 WON = Figures(1.3, 1.2, 1.4, 8, 130.0, 100.0, 9.0, 9.0, 8.0)
@@ -40,7 +41,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     config = ServiceConfig(settings, folder, LLAMA, folder / "workload.json", passes=1, trial_s=8, tune=False)
     with contextlib.closing(Bench(config)) as made:
         yield made
-    ended(settings)
+    end_keeper(settings.state)
 
 
 def tried(bench: Bench, monkeypatch: pytest.MonkeyPatch, figures: Figures, changes: list[tuple[str, str]]) -> Trial:
