@@ -11,6 +11,7 @@ from tideforge.engine.bench import beside, trials
 from tideforge.engine.bench.job import TINY, Job, Load
 from tideforge.engine.bench.report import Figure, Reading, Record, failures, quantile
 from tideforge.engine.bench.running import Plan, running
+from tideforge.engine.outcome import Trial
 
 LOAD = Load("llama-3.2-1b", users=1, prompt=32, output=128, passes=2)
 SOURCES = 200
@@ -68,6 +69,24 @@ def figures(record: Record) -> list[Figure]:
         seconds = one.first_token_s if one else None
         found.append(Figure(name, seconds, "s", prediction))
         found.append(Figure(f"{name} / swap", _over(seconds, swap), "times", "155" if cold else "80", times))
+    return found + _gates([r.trial for r in swaps(record)], enough)
+
+
+def _gates(done: list[Trial], enough: bool) -> list[Figure]:
+    """What the cheap gates took of a search: the service asks them of would-be finalists, and of others that gain as its share allows."""
+    passed = [trial for trial in done if trial.figures is not None]
+    climbs = [trial.gates_s for trial in done if trial.gates_s]
+    device_s, each = sum(trial.device_s for trial in done), quantile(climbs, 0.5)
+    without = device_s - sum(climbs)
+    gained = sum(trial.figures.ci_low > 1 for trial in passed if trial.figures)
+    found = [
+        Figure.at_most("cheap gates, of the device's seconds", 100 * sum(climbs) / device_s if done else None, "%", "15", 20, enough),
+        Figure("trials that climbed", len(climbs), f"of {gained} that gained", "50"),
+        Figure("a climb, median", each, "s", "0.35"),
+    ]  # fmt: skip
+    if each is not None:
+        every = each * len(passed)
+        found.append(Figure("cheap gates, had all that passed climbed", 100 * every / (without + every), "%", "35"))
     return found
 
 

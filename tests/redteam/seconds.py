@@ -19,14 +19,14 @@ class Replay:
     """Seconds of (incumbent, candidate): of each step by the clock, of the whole on a core."""
 
     steps: tuple[tuple[float, float], ...]
-    work: tuple[float, float]
+    work: tuple[float, float]  # 0 where nobody asked
 
 
 def scores(replays: Sequence[Replay]) -> tuple[measure.Interval, measure.Interval]:
-    """By the clock and by work, without noise between workers."""
+    """By the clock and by work, without noise between workers; by the clock alone where seconds on a core say nothing."""
     works = [a / b for a, b in (replay.work for replay in replays) if a > 0 and b > 0]
     wall = median_ratio([step for replay in replays for step in replay.steps])
-    return wall, measure.interval(works) if len(works) > 1 else NO_SCORE
+    return wall, measure.interval(works) if len(works) > 1 else wall
 
 
 def core_seconds(pid: int) -> float:
