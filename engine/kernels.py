@@ -6,6 +6,7 @@ link is followed, whatever is changed meanwhile.
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 MOST_FILES = 20_000
 MOST_BYTES = 1 << 30
 UNFINISHED = "tmp."  # Triton writes under such names before it renames
+GROUP = "__grp__"  # such files name the files of one kernel, by their whole paths
 
 
 def copy_kernels(source: Path, target: Path) -> None:
@@ -30,6 +32,8 @@ def copy_kernels(source: Path, target: Path) -> None:
             if files >= MOST_FILES or name.startswith(UNFINISHED):
                 continue
             data = _content(name, fd, room)
+            if data is not None and name.startswith(GROUP):
+                data = _moved(data, into)
             if data is not None:
                 files, room = files + 1, room - len(data)
                 _write(into / name, data)
@@ -46,6 +50,15 @@ def _content(name: str, folder: int, most: int) -> bytes | None:
             return None
         data = file.read(most + 1)
     return data if len(data) <= most else None
+
+
+def _moved(data: bytes, folder: Path) -> bytes | None:
+    """A group's file whose members lie in `folder`; None for what is no such file. Triton compiles anew what it does not find there."""
+    try:
+        members = json.loads(data)["child_paths"]
+        return json.dumps({"child_paths": {str(name): str(folder / Path(name).name) for name in members}}).encode()
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -138,7 +138,10 @@ def in_a_copy(argv: Sequence[str]) -> int:
             shutil.copytree(
                 ROOT / name, Path(folder) / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
             )
-        environment = {**os.environ, COPY: "1", "PYTHONPATH": folder}
+        others = [
+            path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path).resolve() != ROOT
+        ]
+        environment = {**os.environ, COPY: "1", "PYTHONPATH": os.pathsep.join((folder, *others))}
         command = [sys.executable, "-P", "-m", "tests.redteam.runner", *argv]
         return subprocess.run(command, cwd=folder, env=environment).returncode
 
