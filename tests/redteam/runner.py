@@ -85,8 +85,9 @@ def chosen(args: argparse.Namespace) -> list[Entry]:
             found += winners(Forward.load(model_for_double(architecture)), architecture)
     if args.only:
         found = [entry for entry in found if named(entry.name, args)]
-    found = [entry for entry in found if fits(entry, args.device)]
-    return found[args.part :: args.parts]
+    found = sorted((entry for entry in found if fits(entry, args.device)), key=lambda entry: entry.kind)
+    cuts = [len(found) * part // args.parts for part in (args.part, args.part + 1)]
+    return found[slice(*cuts)]  # neighbours are tried in one ring
 
 
 def named(name: str, args: argparse.Namespace) -> bool:
@@ -96,7 +97,7 @@ def named(name: str, args: argparse.Namespace) -> bool:
 def rows(found: Sequence[Entry], args: argparse.Namespace) -> Iterator[Row]:
     with contextlib.ExitStack() as stack:
         rings: dict[tuple[str, str], Ring] = {}
-        for entry in sorted(found, key=lambda entry: entry.kind):
+        for entry in found:
             ring = rings.get(entry.kind)
             if ring is None:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ring-")))
