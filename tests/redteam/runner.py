@@ -40,7 +40,7 @@ class Row:
     by: str
     why: str
     seconds: float
-    plausible: bool
+    plausible: bool | None
     unseen_gain: float = 0.0  # up to which a gain would not have been beyond doubt; 0 where none was looked for
 
 
@@ -121,7 +121,7 @@ def counted(found: Sequence[Row]) -> dict[str, Any]:
         "cheats": len(cheats), "caught": sum(row.ok for row in cheats), "missed": sum(not row.ok for row in cheats),
         "honest": len(honest), "falsely_rejected": sum(not row.ok for row in honest),
         "wrong": [row.name for row in found if not row.ok],
-        "implausible": [row.name for row in cheats if not row.plausible],
+        "implausible": [row.name for row in cheats if row.plausible is False],
         "gains_unseen_below": round(max((row.unseen_gain for row in found), default=0.0), 3),
         "median_s": round(statistics.median([row.seconds for row in found]), 2) if found else None,
     }  # fmt: skip
