@@ -38,8 +38,7 @@ def unseen(*judged: dict[str, Any]) -> str:
     if not any(set(figures["shares"]) - set(figures["without_power"]) for figures in judged):
         raise Unverifiable("half of the error of no cheaper arithmetic would show beside what honest orders make")
     return "; ".join(
-        f"{', '.join(weak)} behind {figures['behind']} tokens: half of such an error would not show in {figures['rows']} logits rows, "
-        f"it takes {max(figures['rows_needed'][name] for name in weak)}"
+        f"{', '.join(weak)} behind {figures['behind']} tokens: half of such an error would not show in {figures['rows']} logits rows"
         for figures in judged
         if (weak := figures["without_power"])
     )

@@ -297,6 +297,19 @@ def test_in_16_bits_answers_of_the_former_pages_are_caught_though_the_bound_is_w
         assert re.search(r"request \d+, its pages", evidence("own_pages", bench.probe(cheat)))
 
 
+def test_written_kv_says_what_it_read_where_and_what_it_expected(llama: Bench) -> None:
+    added = edited(llama, (WRITE, WRITE.replace(", v)", ", v + 1000.0 * (slots % 16 == 7)[:, None, None])")))
+    said = evidence("written_kv", llama.probe(added))
+    found = re.fullmatch(
+        r"request kv, layer 0 values, token (\d+), head \d+: off by 1000; bound [\d.e-]+; element \d+ in slot (\d+) is (\S+), "
+        r"expected (\S+)",
+        said,
+    )
+    assert found, said
+    got, expected = float(found[3]), float(found[4])
+    assert abs(expected) < 10 and abs(got - expected - 1000) < 1 and int(found[1]) % 16 == int(found[2]) % 16 == 7
+
+
 def test_changes_that_move_nothing_have_not_passed(llama: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "KINDS", (unmoved,))
     assert evidence("own_pages", llama.probe()) == (
