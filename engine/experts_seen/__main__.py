@@ -16,6 +16,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -31,11 +32,10 @@ from tideforge.errors import UserError
 SMALL = ROOT / "data" / "models" / "small-moe"
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace, plan: Plan) -> None:
     torch.set_num_threads(1)  # sums in one order on any machine
     begin = time.perf_counter()
     texts = texts_of(args.model, args.held_out_of)
-    plan = Plan(args.seeds, said=not args.no_said)
     seen = measure(args.model, texts, plan, lambda line: print(line, file=sys.stderr))
     prices = report.misled(seen, Model.of_folder(args.model, args.hardware), Model.large(args.hardware))
     times = timed.measure(args.model, texts, plan) if args.time else {}
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps({**about, **report.to_dict(seen, prices, times)}))
 
 
-def main() -> None:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="how many experts random tokens activate against real ones")
     parser.add_argument(
         "--model", type=Path, default=SMALL, help="a folder with a mixture of experts and its tokenizer"
@@ -60,11 +60,18 @@ def main() -> None:
     parser.add_argument("--held-out-of", type=Path, nargs="+", default=[], help="texts that the model was trained on")
     parser.add_argument("--seeds", type=int, default=Plan.seeds)
     parser.add_argument("--no-said", action="store_true", help="leave the model's own answers out: half of the time")
-    parser.add_argument("--time", action="store_true", help="also time the mixtures on this CPU, A B B A: 20 s more")
+    parser.add_argument(
+        "--time", action="store_true", help="also time the mixtures on this CPU, A B B A: half a minute more"
+    )
     parser.add_argument("--hardware", default="h200-sxm", help="of data/hardware.json, for predicted steps")
     parser.add_argument("--json", action="store_true", help="end with all figures as one JSON object on one line")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args = parse(sys.argv[1:])
     try:
-        run(parser.parse_args())
+        run(args, Plan(args.seeds, said=not args.no_said))
     except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

@@ -18,7 +18,7 @@ from tideforge.engine.train_text import HELD_OUT, read
 from tideforge.errors import MissingExtra, UserError
 
 ROOT = Path(__file__).parents[2]
-CORPUS, SOURCES = "corpus", "sources"
+CORPUS, SOURCES, MIXED, RANDOM = "corpus", "sources", "mixed", "random"
 Ids = list[int]
 
 
@@ -58,16 +58,23 @@ def sequences_of(
     texts: Mapping[str, Sequence[int]], vocabulary: int, count: int, length: int, seed: int
 ) -> dict[str, list[Ids]]:
     """`count` sequences of each kind: one a text, `mixed` (each sequence from a text by chance), `shuffled` (the corpus's tokens, their
-    order lost), `random` (any ids), `known` (any ids that the corpus has)."""
-    rng = random.Random(seed)
-    corpus = texts[CORPUS]
-    drawn = {name: spans(text, count, length, rng) for name, text in texts.items()}
-    drawn["mixed"] = [spans(texts[rng.choice(list(texts))], 1, length, rng)[0] for _ in range(count)]
-    drawn["shuffled"] = spans(rng.sample(corpus, len(corpus)), count, length, rng)
-    known = sorted(set(corpus))
-    for name, ids in (("random", range(vocabulary)), ("known", known)):
-        drawn[name] = [rng.choices(ids, k=length) for _ in range(count)]
-    return drawn
+    order lost), `random` (any ids), `known` (any ids that the corpus has). A kind's draws do not depend on what other kinds there are."""
+
+    def rng(kind: str) -> random.Random:
+        return random.Random(f"{seed} {kind}")
+
+    def nonsense(kind: str, ids: Sequence[int]) -> list[Ids]:
+        at = rng(kind)
+        return [at.choices(ids, k=length) for _ in range(count)]
+
+    corpus, mixing, shuffling = texts[CORPUS], rng(MIXED), rng("shuffled")
+    return {
+        **{name: spans(text, count, length, rng(name)) for name, text in texts.items()},
+        MIXED: [spans(texts[mixing.choice(list(texts))], 1, length, mixing)[0] for _ in range(count)],
+        "shuffled": spans(shuffling.sample(corpus, len(corpus)), count, length, shuffling),
+        RANDOM: nonsense(RANDOM, range(vocabulary)),
+        "known": nonsense("known", sorted(set(corpus))),
+    }
 
 
 class Speaker:

@@ -7,21 +7,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tideforge.engine.experts_seen import cost
-from tideforge.engine.experts_seen.drawn import CORPUS
+from tideforge.engine.experts_seen.drawn import CORPUS, MIXED, RANDOM
 from tideforge.engine.experts_seen.seen import IN_A_ROW, SAID, SAID_RANDOM, Seen
 from tideforge.engine.measure import Interval
-
-OTHER = "random"
 
 
 def compared(seen: Seen) -> list[tuple[str, str]]:
     """(kind, over which other): all kinds over the corpus, random ids over each text, answers over answers, neighbours over neighbours."""
     apart = [kind for kind in seen.counts if not kind.endswith(IN_A_ROW)]
-    texts = apart[: apart.index("mixed")]
+    texts = apart[: apart.index(MIXED)]
     pairs = [(kind, CORPUS) for kind in apart if kind not in (CORPUS, SAID_RANDOM)]
-    pairs += [(OTHER, text) for text in texts if text != CORPUS]
+    pairs += [(RANDOM, text) for text in texts if text != CORPUS]
     pairs += [(SAID_RANDOM, SAID)] if SAID in apart else []
-    return pairs + [(OTHER + IN_A_ROW, text + IN_A_ROW) for text in texts]
+    return pairs + [(RANDOM + IN_A_ROW, text + IN_A_ROW) for text in texts]
 
 
 def misled(seen: Seen, small: cost.Model, large: cost.Model) -> dict[str, list[cost.Misled]]:
@@ -32,10 +30,10 @@ def misled(seen: Seen, small: cost.Model, large: cost.Model) -> dict[str, list[c
 
     found = {
         "this model": [
-            cost.Misled.of(small, n, seen.mean(CORPUS, n).ratio, seen.mean(OTHER, n).ratio) for n in seen.tokens
+            cost.Misled.of(small, n, seen.mean(CORPUS, n).ratio, seen.mean(RANDOM, n).ratio) for n in seen.tokens
         ],
         f"{cost.LARGE}, same shares (assumed)": [
-            cost.carried_over(large, n, share(CORPUS, n), share(OTHER, n)) for n in seen.tokens
+            cost.carried_over(large, n, share(CORPUS, n), share(RANDOM, n)) for n in seen.tokens
         ],
     }
     for excess in cost.REPORTED:
@@ -61,9 +59,9 @@ def text(seen: Seen, prices: Mapping[str, Sequence[cost.Misled]], times: Mapping
         lambda n: [percent(seen.excess(*pair, n)) for pair in pairs[len(names) :]],
     )  # fmt: skip
     layers = range(seen.counts[CORPUS].shape[-1])
-    yield f"\n{OTHER} / {CORPUS} by layer:"
+    yield f"\n{RANDOM} / {CORPUS} by layer:"
     yield from turned([f"layer {layer}" for layer in layers], seen.tokens, lambda n: [
-        percent(seen.excess(OTHER, CORPUS, n, layer)) for layer in layers
+        percent(seen.excess(RANDOM, CORPUS, n, layer)) for layer in layers
     ])  # fmt: skip
     for name, rows in prices.items():
         yield f"\n{name}: a trial with random tokens beside one with real ones"
@@ -73,7 +71,7 @@ def text(seen: Seen, prices: Mapping[str, Sequence[cost.Misled]], times: Mapping
             lambda n, rows=rows: _priced(next(row for row in rows if row.tokens == n)),  # type: ignore[misc]
         )
     if times:
-        yield f"\nthe raw forward's mixtures on this CPU, seconds of {OTHER} over {CORPUS}, A B B A:"
+        yield f"\nthe raw forward's mixtures on this CPU, seconds of {RANDOM} over {CORPUS}, A B B A:"
         yield from turned(["seconds, %"], seen.tokens, lambda n: [percent(times[n])])
 
 

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from tideforge.engine.experts_seen.drawn import CORPUS, Ids, Speaker, sequences_of
+from tideforge.engine.experts_seen.drawn import CORPUS, RANDOM, Ids, Speaker, sequences_of
 from tideforge.engine.experts_seen.routes import Router, Routes, even, in_a_row, steps
 from tideforge.engine.measure import Interval, interval
 from tideforge.errors import UserError
@@ -98,7 +98,7 @@ def routes_of(
     """What each kind of token makes the routers do."""
     drawn = sequences_of(texts, router.config.vocab_size, plan.sequences, plan.length, seed)
     if speaker is not None:
-        drawn[SAID], drawn[SAID_RANDOM] = (said(speaker, drawn[kind], plan) for kind in (CORPUS, "random"))
+        drawn[SAID], drawn[SAID_RANDOM] = (said(speaker, drawn[kind], plan) for kind in (CORPUS, RANDOM))
     found = {kind: router.routes(sequences) for kind, sequences in drawn.items()}
     generator = torch.Generator().manual_seed(seed)
     found[NOISE] = router.routes_of_noise(plan.sequences, plan.length, found[CORPUS].sizes, generator)

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tideforge.engine.experts_seen.drawn import CORPUS, Speaker, sequences_of
+from tideforge.engine.experts_seen.drawn import CORPUS, RANDOM, Speaker, sequences_of
 from tideforge.engine.experts_seen.routes import Router
 from tideforge.engine.experts_seen.seen import Plan
 from tideforge.engine.measure import Interval, interval
 
 BLOCK_S = 0.06
-ROUNDS = 8
-OTHER = "random"
+ROUNDS = 16
 
 
 def measure(
@@ -28,7 +27,7 @@ def measure(
     """Seconds of all mixtures with random tokens over seconds with the corpus's, by tokens of a step. Every step has fresh inputs."""
     router = Router(model)
     drawn = sequences_of(texts, router.config.vocab_size, plan.sequences, plan.length, plan.seeds)
-    inputs = [router.routes(drawn[kind]).inputs[:, :, plan.prompt :] for kind in (CORPUS, OTHER)]
+    inputs = [router.routes(drawn[kind]).inputs[:, :, plan.prompt :] for kind in (CORPUS, RANDOM)]
     with TemporaryDirectory() as state, torch.inference_mode():
         built: Any = Speaker(model, Path(state), 1, plan.length).executor.runner.forward
         layers = [layer for layer in built.layers if layer.sparse]
