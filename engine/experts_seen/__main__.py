@@ -49,7 +49,7 @@ def run(args: argparse.Namespace, plan: Plan) -> None:
             "commit": commit(), "time": time.strftime("%Y-%m-%d", time.gmtime()),
             "took_s": round(time.perf_counter() - begin, 1), "environment": environment(),
         }  # fmt: skip
-        print(json.dumps({**about, **report.to_dict(seen, prices, times)}))
+        print(json.dumps(report.rounded({**about, **report.to_dict(seen, prices, times)})))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -71,7 +71,7 @@ def text(seen: Seen, prices: Mapping[str, Sequence[cost.Misled]], times: Mapping
             lambda n, rows=rows: _priced(next(row for row in rows if row.tokens == n)),  # type: ignore[misc]
         )
     if times:
-        yield f"\nthe raw forward's mixtures on this CPU, seconds of {RANDOM} over {CORPUS}, A B B A:"
+        yield f"\nthe raw forward's mixtures on this CPU, its seconds for {RANDOM} over {CORPUS}, A B B A:"
         yield from turned(["seconds, %"], seen.tokens, lambda n: [percent(times[n])])
 
 
@@ -117,3 +117,12 @@ def to_dict(seen: Seen, prices: Mapping[str, Sequence[cost.Misled]], times: Mapp
         "misled": {name: [dataclasses.asdict(row) for row in rows] for name, rows in prices.items()},
         "seconds": {n: dataclasses.asdict(found) for n, found in times.items()},
     }  # fmt: skip
+
+
+def rounded(value: Any) -> Any:
+    """Every number to six figures."""
+    if isinstance(value, dict):
+        return {key: rounded(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(inner) for inner in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,12 +16,12 @@ from tideforge.engine.experts_seen.routes import Router
 from tideforge.engine.experts_seen.seen import Plan
 from tideforge.engine.measure import Interval, interval
 
-BLOCK_S = 0.06
-ROUNDS = 16
+ROUND_S = 0.1
+ROUNDS = 12
 
 
 def measure(
-    model: Path, texts: Mapping[str, Sequence[int]], plan: Plan, rounds: int = ROUNDS, block_s: float = BLOCK_S
+    model: Path, texts: Mapping[str, Sequence[int]], plan: Plan, rounds: int = ROUNDS, round_s: float = ROUND_S
 ) -> dict[int, Interval]:
     """Seconds of all mixtures with random tokens over seconds with the corpus's, by tokens of a step. Every step has fresh inputs."""
     router = Router(model)
@@ -31,21 +30,23 @@ def measure(
     with TemporaryDirectory() as state, torch.inference_mode():
         built: Any = Speaker(model, Path(state), 1, plan.length).executor.runner.forward
         layers = [layer for layer in built.layers if layer.sparse]
-        return {n: interval(list(_ratios(layers, inputs, n, rounds, block_s))) for n in plan.tokens}
+        return {n: interval(list(_ratios(layers, inputs, n, rounds, round_s))) for n in plan.tokens}
 
 
 def _ratios(
-    layers: Sequence[Any], inputs: Sequence[Tensor], tokens: int, rounds: int, block_s: float
+    layers: Sequence[Any], inputs: Sequence[Tensor], tokens: int, rounds: int, round_s: float
 ) -> Iterator[float]:
+    """One ratio a round, of `round_s` or more on the first side: steps in turn, A B B A, so that a machine's drift meets both alike."""
     generators = [torch.Generator().manual_seed(tokens) for _ in inputs]
     sources = [_steps(x, tokens, generator) for x, generator in zip(inputs, generators, strict=True)]
-    count = 1
-    while _block(layers, list(itertools.islice(sources[0], count))) < block_s:
-        count *= 2
-    _block(layers, list(itertools.islice(sources[1], count)))
+    for source in sources:
+        _seconds(layers, next(source))
     for _ in range(rounds):
-        a1, b1, b2, a2 = (_block(layers, list(itertools.islice(sources[side], count))) for side in (0, 1, 1, 0))
-        yield (b1 + b2) / (a1 + a2)
+        spent = [0.0, 0.0]
+        while spent[0] < round_s:
+            for side in (0, 1, 1, 0):
+                spent[side] += _seconds(layers, next(sources[side]))
+        yield spent[1] / spent[0]
 
 
 def _steps(inputs: Tensor, tokens: int, generator: torch.Generator) -> Iterator[Tensor]:
@@ -56,9 +57,9 @@ def _steps(inputs: Tensor, tokens: int, generator: torch.Generator) -> Iterator[
         yield inputs[:, who, torch.randint(places, (tokens,), generator=generator)]
 
 
-def _block(layers: Sequence[Any], steps: Sequence[Tensor]) -> float:
-    begin = time.perf_counter()
-    for step in steps:
-        for layer, x in zip(layers, step.unbind(), strict=True):
-            layer.mixture(x)
-    return time.perf_counter() - begin
+def _seconds(layers: Sequence[Any], step: Tensor) -> float:
+    """Of this thread, which computes alone: what others take of the core meanwhile does not count."""
+    begin = time.thread_time()
+    for layer, x in zip(layers, step.unbind(), strict=True):
+        layer.mixture(x)
+    return time.thread_time() - begin

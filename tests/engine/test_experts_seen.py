@@ -200,7 +200,7 @@ def test_a_trial_is_misled_as_far_as_experts_matter(large: cost.Model) -> None:
 
 
 def test_timing_gives_a_ratio_for_every_size(tiny: Path, texts: dict[str, list[int]]) -> None:
-    found = timed.measure(tiny, texts, TINY_PLAN, rounds=2, block_s=0.001)
+    found = timed.measure(tiny, texts, TINY_PLAN, rounds=2, round_s=0.001)
     assert set(found) == {1, 2, 4} and all(one.pairs == 2 and one.ratio > 0 for one in found.values())
 
 
