@@ -36,6 +36,7 @@ from tideforge.errors import CandidateError, IncumbentLost
 CHECKED_ANSWERS = 3
 STEP_TIMEOUT_FACTOR = 20.0
 MIN_STEP_TIMEOUT_S = 2.0
+UNDRIED = (Outcome.WRONG, Outcome.NOT_FINITE, Outcome.FORWARD_ERROR)  # what comes of results that were never computed
 
 T = TypeVar("T")
 
@@ -139,7 +140,7 @@ class Bench:
         if prepared.done is not None:
             return prepared.done
         try:
-            figures = self._fastly(prepared) if prepared.trial.tier == FAST else self._slow.evaluate(prepared)
+            figures = self._figures(prepared)
             self._require_good_conduct(prepared)
             if self.ladder.due(prepared.trial.tier, figures):
                 with prepared.spent.on("gates_s"):
@@ -149,6 +150,18 @@ class Bench:
         except IncumbentLost as lost:
             return self._end(prepared, Outcome.NOT_MEASURED, str(lost))
         return self._end(prepared, Outcome.PASSED, figures=figures)
+
+    def _figures(self, prepared: Prepared) -> Figures:
+        """Of its tier. What a dry run is asked to compute never is: a forward that keeps results of its first call, as packed weights,
+        fails so, and is tried once more in a worker that ran nothing dry."""
+        tier = self._fastly if prepared.trial.tier == FAST else self._slow.evaluate
+        try:
+            return tier(prepared)
+        except CandidateError as error:
+            if not prepared.compiled or prepared.warm or error.outcome not in UNDRIED:
+                raise
+        self.staging.afresh(prepared)
+        return tier(prepared)
 
     def discard(self, prepared: Prepared) -> None:
         """Ends a prepared candidate that nobody wants to have measured."""

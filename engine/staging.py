@@ -46,10 +46,14 @@ class Staging:
             whole = not shapes or prepared.staged.dry(shapes, self.timeout_s)
         prepared.compiled = whole and bool(shapes)
         if not whole:  # a capture that failed leaves its worker worse than it was
-            worker, prepared.worker = prepared.staged, None
-            with self.quiet():
-                self.spares.release(worker)
-            self._into_a_spare(prepared)
+            self.afresh(prepared)
+
+    def afresh(self, prepared: Prepared) -> None:
+        """Into another worker, where it compiles when it is first run. The caller does not hold the clock."""
+        worker, prepared.worker, prepared.compiled = prepared.staged, None, False
+        with self.quiet():
+            self.spares.release(worker)
+        self._into_a_spare(prepared)
 
     @property
     def timeout_s(self) -> float:

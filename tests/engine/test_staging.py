@@ -75,6 +75,20 @@ def test_a_dry_run_that_fails_costs_a_worker_and_no_verdict(bench) -> None:
     assert len({id(arena) for arena in free}) == len(free) == 1 and bench.staging._live == {}
 
 
+def test_what_a_forward_keeps_of_its_first_call_is_not_what_a_dry_run_left(bench) -> None:
+    """As if weights were packed at the first call, which under a throwaway capture computes nothing."""
+    keeps = "\n_plain = build\n\ndef build(ctx):\n    inner, kept = _plain(ctx), []\n    def forward(batch):\n"
+    keeps += "        dry = len(batch.input_ids) == 2 and not batch.positions.any()\n        kept.append(%s)\n"
+    keeps += "        inner(batch)\n        batch.logits.mul_(kept[0])\n    return forward\n"
+    done, workers = submit(bench, keeps % "-1.0 if dry else 1.0")
+    assert (done.outcome, workers) == (Outcome.PASSED, 2), done.message
+    done, workers = submit(bench, keeps % "float('nan') if dry else 1.0")
+    assert (done.outcome, workers) == (Outcome.PASSED, 2), done.message
+    done, workers = submit(bench, keeps % "-1.0")
+    assert (done.outcome, workers) == (Outcome.WRONG, 2)
+    assert bench.staging._live == {}
+
+
 @dataclasses.dataclass
 class Rehearsing:
     """What dry_run asks of a runner."""
