@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,11 @@ from tideforge.engine.limits import kind, limits
 SPANS, ROWS, START = 2, 24, 16  # of a round: texts, rows of each that are compared, tokens before them
 LONG = 128  # tokens of a longer context that a CPU affords for all filters
 TIMES = 3  # that a cheaper arithmetic must show, on fresh text each: noise alone passes a limit now and then
-ROUNDS = 4  # most, until every filter would show half of a whole cheat's error
+FEW, ROUNDS = (
+    4,
+    16,
+)  # at least and at most, of filters that are still blunt; those that stay so are given up after a few
+SHARP = 0.15  # of a whole cheat's error: one that lowers a part of the weights must show too
 LEAST = 1 / 8  # of a cheaper arithmetic's error: who lowers less gains less, and what is below is the quality gate's
 
 Readings = dict[str, matched.Reading]  # by cheaper arithmetic
@@ -66,12 +71,18 @@ def _judged(probe: Probe, start: int) -> dict[str, Any]:
 def _found(probe: Probe, dtype: str, deviations: float, start: int) -> Readings:
     """On fresh text, as much as tells, or ROUNDS of it."""
     filters = Filters(dtype)
-    for _ in range(ROUNDS):
+    for done in range(1, ROUNDS + 1):
         filters.round(probe, start)
         found = filters.readings()
-        if not weak(found, deviations):
+        if enough(found, deviations, done):
             break
     return found
+
+
+def enough(found: Readings, deviations: float, done: int) -> bool:
+    """After `done` rounds: whether more would tell nothing, as all filters are sharp, or those that are not would be weak to the end."""
+    blunt = [bound for reading in found.values() if (bound := reading.bound(deviations)) > SHARP]
+    return not blunt or (done >= FEW and all(bound * math.sqrt(done / ROUNDS) > matched.HALF for bound in blunt))
 
 
 def weak(found: Readings, deviations: float) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ from tideforge.engine.gates import GATES
 from tideforge.engine.reference_model import ReferenceModel
 from tideforge.tasks.verify.sensitivity import Bench
 
+gate = importlib.import_module("tideforge.engine.gates.precision")  # the name in there is the gate's own function
 Benches = Callable[[str, str], tuple[Bench, Forward]]
 # Written anew, so that gate and cheat share no code.
 CHEAT = """
@@ -119,3 +121,14 @@ def test_names_are_known_and_others_refused() -> None:
     for wrong in ("weights:int3", "sums:int8", "int8"):
         with pytest.raises(ValueError, match="no cheaper arithmetic"):
             cheaper.Cheaper(wrong, "float32")
+
+
+def test_rounds_go_on_while_a_filter_can_still_become_sharp() -> None:
+    def reading(bound: float) -> matched.Reading:
+        return matched.Reading(0.0, 0.0, bound, 48)
+
+    assert gate.enough({"a": reading(0.1)}, 1.0, 1)
+    assert not gate.enough({"a": reading(0.1), "b": reading(0.3)}, 1.0, 15)
+    assert not gate.enough({"b": reading(3.0)}, 1.0, gate.FEW - 1)
+    assert gate.enough({"b": reading(3.0)}, 1.0, gate.FEW)  # in all rounds it would come to 1.5
+    assert not gate.enough({"b": reading(0.9), "c": reading(3.0)}, 1.0, gate.FEW)
