@@ -25,7 +25,7 @@ from tideforge.errors import UserError
 
 NATIVE = "tideforge-parquet"
 MOMENTS = ("arrival", "first", "end")  # first and end: of the first and the last token; they yield ttft and latency
-SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+MICROS = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}  # in one of each
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
@@ -126,9 +126,9 @@ def misfit(name: str, source: Source) -> str | None:
     """What is wrong with a source for that column, if anything."""
     moment, duration = name in MOMENTS, name in ("ttft_ms", "latency_ms")
     number = not moment and str(BY_NAME[name].type) in ("int64", "double")
-    if moment and source.unit not in (*SECONDS, "text"):
+    if moment and source.unit not in (*MICROS, "text"):
         return "is a time: unit is one of s, ms, us, ns, text"
-    if duration and source.unit not in SECONDS:
+    if duration and source.unit not in MICROS:
         return "is a duration: unit is one of s, ms, us, ns"
     if not moment and not duration and source.unit not in (None, "items"):
         return f"has no unit {source.unit}"

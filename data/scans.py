@@ -45,7 +45,7 @@ def scan_csv(chosen: Format, path: Path, head: Head) -> Scan:
     """Line by line, so that an open quote or a wrong number of fields breaks its own line and no other."""
     lines = (
         "SELECT line, row_number() OVER () - 2 AS row FROM read_csv(?, delim = '\x01\x02\x03\x04', quote = '', escape = '', "
-        "header = false, auto_detect = false, columns = {line: 'VARCHAR'})"
+        "compression = 'none', header = false, auto_detect = false, columns = {line: 'VARCHAR'})"
     )
     query = (
         f"SELECT fields, row, len(fields) != {len(head.names)} OR contains(line, chr(34)) AS broken FROM ("
@@ -66,7 +66,7 @@ def objects(head: Head) -> str:
         layout = f"format = 'newline_delimited', ignore_errors = true, maximum_object_size = {LONGEST_LINE}"
     else:
         layout = f"format = '{head.layout}', maximum_object_size = {LONGEST_DOCUMENT}"
-    return f"SELECT json FROM read_json_objects(?, {layout})"
+    return f"SELECT json FROM read_json_objects(?, compression = 'none', {layout})"
 
 
 def extracted(column: str, names: list[str]) -> tuple[str, Callable[[str], str]]:

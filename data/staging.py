@@ -14,7 +14,7 @@ from typing import IO, Any
 import pyarrow as pa
 
 from tideforge.data.files import FULL, disk_full
-from tideforge.data.s3 import S3Object, explained, open_object
+from tideforge.data.s3 import WILD, S3Object, explained, open_object
 from tideforge.errors import UserError
 
 Location = Path | S3Object
@@ -76,13 +76,17 @@ def first_bytes(location: Location, number: int) -> bytes:
 def plain(location: Location) -> Iterator[Path]:
     """A plain local file with the content; a copy vanishes with the block. UserError when it cannot be unpacked."""
     packed = compression(location)
-    if not packed and isinstance(location, Path):
-        yield location
+    here = isinstance(location, Path) and not packed
+    if here and not WILD.search(str(location)):
+        yield Path(str(location))
         return
     with tempfile.TemporaryDirectory(prefix="tideforge-log-") as scratch:
-        target = Path(scratch) / location.name
-        with unpacked(location, packed) as file:
-            copy(location, packed, file, target)
+        target = Path(scratch) / "log"
+        if here:
+            target.symlink_to(Path(str(location)).resolve())  # DuckDB would take the name for a pattern
+        else:
+            with unpacked(location, packed) as file:
+                copy(location, packed, file, target)
         yield target
 
 
@@ -111,7 +115,7 @@ def noticed(target: Path) -> Iterator[None]:
 def valid_text(path: Path) -> Iterator[Path]:
     """A copy in which what is no UTF-8 is U+FFFD and a mark of byte order is gone, so that one bad byte spoils one line."""
     with tempfile.TemporaryDirectory(prefix="tideforge-log-") as scratch:
-        target = Path(scratch) / path.name
+        target = Path(scratch) / "log"
         with (
             noticed(target),
             path.open(encoding="utf-8-sig", errors="replace", newline="") as source,

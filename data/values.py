@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tideforge.data.mapping import MOMENTS, SECONDS, Format, Source
+from tideforge.data.mapping import MICROS, MOMENTS, Format, Source
 from tideforge.data.schema import BY_NAME, KEPT
 
 SQL_TYPES = {
@@ -46,7 +46,7 @@ def value(name: str, text: str, source: Source) -> str:
     kind = sql_type(name)
     if source.unit == "items":
         return f"CAST(CASE WHEN trim({text}, ' []') = '' THEN 0 ELSE len(string_split({text}, ',')) END AS {kind})"
-    factor = source.scale * (SECONDS[source.unit] * 1000 if source.unit in SECONDS else 1)
+    factor = source.scale * (MICROS[source.unit] / 1e3 if source.unit in MICROS else 1)
     if kind in ("BIGINT", "DOUBLE") and factor != 1:
         return f"TRY_CAST(TRY_CAST({text} AS DOUBLE) * {factor!r} AS {kind})"
     if kind == "VARCHAR":
@@ -56,8 +56,8 @@ def value(name: str, text: str, source: Source) -> str:
 
 def moment(text: str, source: Source, chosen: Format) -> str:
     """A number counts from the format's epoch; a written time without a zone is in the format's time zone."""
-    if source.unit in SECONDS:
-        micros = f"TRY_CAST({text} AS DOUBLE) * {SECONDS[source.unit] * 1e6!r} + {chosen.epoch_us}"
+    if source.unit in MICROS:
+        micros = f"TRY_CAST({text} AS DOUBLE) * {MICROS[source.unit]!r} + {chosen.epoch_us}"
         near = f"CAST(round(least(greatest({micros}, -{FAR_US!r}), {FAR_US!r})) AS BIGINT)"
         return f"CASE WHEN TRY_CAST({text} AS DOUBLE) IS NOT NULL THEN make_timestamptz({near}) END"
     text = f"replace({text}, ',', '.')"  # Python's logging writes milliseconds behind a comma
