@@ -95,11 +95,9 @@ class Head:
 
 def look(location: Location) -> Head:
     head = first_bytes(location, HEAD_BYTES)
-    if not head.strip():
-        raise UserError(str(location), "is empty", "remove it from the logs or write it again")
     if head.startswith(PARQUET_MAGIC):
         return Head("parquet")
-    if ".parquet" in location.name:
+    if head.strip() and ".parquet" in location.name:
         raise UserError(str(location), "is not Parquet (its first bytes are wrong)", "write the file again")
     return look_text(location, head)
 
@@ -109,6 +107,8 @@ def look_text(location: Location, head: bytes) -> Head:
     marked = text.startswith("\ufeff")
     text = text.lstrip("\ufeff").lstrip()
     lines = [line for line in text.splitlines() if line.strip()][:LINES_LOOKED_AT]
+    if not lines:
+        raise UserError(str(location), "is empty", "remove it from the logs or write it again")
     names = tuple(dict.fromkeys(name for line in lines for name in keys(line)))
     if text.startswith("["):
         return Head("json", keys(text.partition("{")[1] + text.partition("{")[2]), "array", marked)

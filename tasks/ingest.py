@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tideforge.data.files import sha256_file
+from tideforge.data.files import sha256_file, sweep
 from tideforge.data.logs import find_logs
 from tideforge.data.mapping import chosen_formats
 from tideforge.data.readers import Reading, read_logs
@@ -19,7 +18,7 @@ from tideforge.errors import UserError
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.store import Manifest, Output, Run
 
-SCRATCH = ".ingest-"  # a folder in the run's: .ingest-<process id>-<random>
+LEFT = (".ingest*", ".requests-*.tmp", ".quarantine-*.tmp")  # what a killed ingest may leave in the run's folder
 
 
 def log_files(endpoint: Endpoint) -> list[Location]:
@@ -80,14 +79,8 @@ def write_reading(run: Run, reading: Reading) -> dict[str, Output]:
 
 @contextlib.contextmanager
 def scratch_in(folder: Path) -> Iterator[Path]:
-    """A folder that vanishes with the block; those that killed processes left there vanish first."""
-    for left in folder.glob(f"{SCRATCH}*"):
-        owner = left.name.removeprefix(SCRATCH).partition("-")[0]
-        if not (owner.isdigit() and alive(int(owner))):
-            shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=f"{SCRATCH}{os.getpid()}-") as scratch:
+    """A folder that vanishes with the block; what killed processes left there vanishes first."""
+    for pattern in LEFT:
+        sweep(folder, pattern)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=f".ingest.{os.getpid()}-") as scratch:
         yield Path(scratch)
-
-
-def alive(process: int) -> bool:
-    return Path(f"/proc/{process}").exists()
