@@ -163,7 +163,8 @@ def account(db: duckdb.DuckDBPyConnection, files: Sequence[FileReport]) -> tuple
 
 def classify(db: duckdb.DuckDBPyConnection, files: tuple[FileReport, ...]) -> IngestReport:
     """Splits `raw` into `requests` (first of each id) and `quarantine`, and drops it."""
-    ranks = [sorted(file.sha256 for file in files).index(file.sha256) for file in files]
+    order = {digest: place for place, digest in enumerate(sorted({file.sha256 for file in files}))}
+    ranks = [order[file.sha256] for file in files]
     rank, names = f"{ranks}[file_no + 1]", f"[{', '.join(quoted(file.name) for file in files)}][file_no + 1]"
     columns = f"{', '.join(KEPT)}, row, {rank} AS file_rank"
     first = "row_number() OVER (PARTITION BY request_id ORDER BY arrival, prompt_tokens, output_tokens, file_rank, row)"
