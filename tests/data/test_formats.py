@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from click.testing import CliRunner
 
 from tests.data.format_samples import AZURE, SAMPLES, VLLM, Sample, lines
 from tideforge.data.ingest_report import IngestReport
 from tideforge.data.mapping import chosen_formats, known_formats, load_format
 from tideforge.data.readers import read_logs
 from tideforge.errors import UserError
+from tideforge.flows.cli import cli
+from tideforge.tasks.endpoint import Endpoint, Hardware, Traffic
+from tideforge.tasks.ingest import ingest
+from tideforge.tasks.store import Run
 
 ROWS = "SELECT epoch_ms(arrival), prompt_tokens, output_tokens FROM requests ORDER BY arrival"
 each_sample = pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: f"{sample.name}-{sample.file}")
@@ -231,3 +237,51 @@ def test_a_report_of_the_first_version_can_still_be_read() -> None:
     assert IngestReport.model_validate(old).files[0].steps_back == 0
     with pytest.raises(ValueError, match="version"):
         IngestReport.model_validate({**old, "version": 3})
+
+
+def test_the_mapping_in_the_readme_reads_a_log(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (shown,) = re.findall(r"```yaml\n(name: my-gateway\n.*?)```", readme, flags=re.DOTALL)
+    (tmp_path / "mine.yaml").write_text(shown)
+    line = {"when": "2026-07-01 12:00:00", "status": "done", "id": "x", "took": 1.5, "usage": {"prompt": 5, "out": 6}}
+    lines(line, {**line, "status": "begun"})(tmp_path / "a.jsonl")
+    reading = read_logs([tmp_path / "a.jsonl"], chosen_formats([str(tmp_path / "mine.yaml")]))
+    found = reading.db.sql("SELECT strftime(arrival, '%H'), latency_ms, prompt_tokens FROM requests").fetchall()
+    assert found == [("10", 1500.0, 5)]
+
+
+def test_the_readme_names_every_format() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert [each.name for each in known_formats() if f"`{each.name}`" not in readme] == []
+
+
+def endpoint_of(folder: Path, formats: list[str]) -> Endpoint:
+    return Endpoint(
+        name="x", model=folder, launch="tideforge serve", hardware=Hardware(name="cpu"), state=folder,
+        traffic=Traffic(logs=[str(folder / "a.log")], formats=formats),
+    )  # fmt: skip
+
+
+def test_an_endpoint_names_formats_and_another_mapping_makes_ingest_run_again(tmp_path: Path) -> None:
+    mapping = tmp_path / "mine.yaml"
+    mapping.write_text(MINE)
+    lines(LINE)(tmp_path / "a.log")
+    run = Run.create(tmp_path, "run")
+    with pytest.raises(UserError, match="no known format"):
+        ingest(run, endpoint_of(tmp_path, []))
+    first = ingest(run, endpoint_of(tmp_path, [str(mapping)]))
+    assert ingest(run, endpoint_of(tmp_path, [str(mapping)])) == first
+    mapping.write_text(MINE.replace("scale: 1000", "scale: 2000"))
+    second = ingest(run, endpoint_of(tmp_path, [str(mapping)]))
+    tokens = [pq.read_table(run.path(each, "requests"))["prompt_tokens"].to_pylist() for each in (first, second)]
+    assert tokens == [[1500], [3000]]
+
+
+def test_the_command_takes_a_format_and_says_what_it_found(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(MINE)
+    lines({**LINE, "kind": "begun"}, LINE)(tmp_path / "a.log")
+    given = ["ingest", str(tmp_path / "a.log"), "--format", str(tmp_path / "mine.yaml")]
+    said = CliRunner().invoke(cli, given).output.splitlines()
+    assert said[0] == "a.log: 1 rows (my-gateway, 1 passed over)" and "kept 1 of 1, 0 duplicates dropped" in said
+    assert "times are written; Europe/Berlin is assumed where no zone is" in said
+    assert json.loads(CliRunner().invoke(cli, [*given, "--json"]).output)["files"][0]["passed_over"] == 1
