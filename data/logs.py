@@ -93,6 +93,11 @@ class Head:
     json_below: tuple[str, ...] = ()  # names in the JSON lines that follow a first line that is none
 
 
+def printable(name: str) -> str:
+    """A name out of a file for a message of one line."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in name)
+
+
 def look(location: Location) -> Head:
     head = first_bytes(location, HEAD_BYTES)
     if head.startswith(PARQUET_MAGIC):

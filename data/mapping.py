@@ -82,7 +82,7 @@ class Format(Strict):
     @classmethod
     def _known_zone(cls, zone: str) -> str:
         try:
-            zoneinfo.ZoneInfo(zone)
+            located(zone)
         except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError):
             raise ValueError(f"{zone!r} is no known time zone") from None
         return zone
@@ -114,12 +114,17 @@ class Format(Strict):
     def epoch_us(self) -> int:
         if self.epoch is None:
             return 0
-        aware = self.epoch if self.epoch.tzinfo else self.epoch.replace(tzinfo=zoneinfo.ZoneInfo(self.time_zone))
+        aware = self.epoch if self.epoch.tzinfo else self.epoch.replace(tzinfo=located(self.time_zone))
         return round(aware.timestamp() * 1e6)
 
     @property
     def sha256(self) -> str:
         return sha256_bytes(canonical_json(self.model_dump(mode="json")))
+
+
+def located(zone: str) -> datetime.tzinfo:
+    """UTC without a database of time zones, which a machine may lack."""
+    return datetime.UTC if zone == "UTC" else zoneinfo.ZoneInfo(zone)
 
 
 def misfit(name: str, source: Source) -> str | None:

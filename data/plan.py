@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from tideforge.data.logs import Head
+from tideforge.data.logs import Head, printable
 from tideforge.data.mapping import NATIVE, Format, known_formats
 from tideforge.data.scans import Scan, identifier, parquet_scan, parquet_schema, parts, scan
 from tideforge.data.schema import COLUMNS, KEPT, REQUIRED, accepts
@@ -98,7 +98,12 @@ def fitting(kinds: Sequence[str], names: set[str], given: Sequence[Format]) -> F
     """The first given format whose needs are there; where none of these kinds is given, the known one with most needs."""
     ours = [each for each in given if each.kind in kinds]
     known = sorted((each for each in known_formats() if each.kind in kinds), key=lambda each: -len(each.needs))
-    return next((each for each in ours or known if {parts(name)[0] for name in each.needs} <= names), None)
+    return next((each for each in ours or known if needed(each) <= names), None)
+
+
+def needed(chosen: Format) -> set[str]:
+    """Columns or top-level names."""
+    return {name if chosen.kind == "csv" else parts(name)[0] for name in chosen.needs}
 
 
 def unknown(shown: str, kinds: Sequence[str], names: Sequence[str], given: Sequence[Format]) -> UserError:
@@ -107,7 +112,7 @@ def unknown(shown: str, kinds: Sequence[str], names: Sequence[str], given: Seque
         f"{each.name}: {', '.join(each.needs)}" for each in ours or known_formats() if each.kind in kinds
     )
     which = "given" if ours else "known"
-    problem = f"its columns ({', '.join(names)[:200]}) are those of no {which} format"
+    problem = f"its columns ({printable(', '.join(names)[:200])}) are those of no {which} format"
     return UserError(shown, problem, f"{which} are {formats}{'' if ours else ', or Parquet; or give a mapping file'}")
 
 
@@ -131,7 +136,9 @@ def native(path: Path, shown: str, schema: pa.Schema) -> Plan:
             if column.required:
                 raise UserError(f"{shown}: {column.name}", "the column is missing", f"add it as {column.type}")
         elif not accepts(column, found := schema.field(column.name).type):
-            raise UserError(f"{shown}: {column.name}", f"has type {found}", f"write it as {column.type}")
+            raise UserError(
+                f"{shown}: {column.name}", f"has type {printable(str(found))}", f"write it as {column.type}"
+            )
     names = [name for name in KEPT if name in schema.names]
     columns = {name: f"TRY_CAST({identifier('of ' + name)} AS {sql_type(name)})" for name in names}
     zone = getattr(schema.field("arrival").type, "tz", None)

@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tideforge.data.files import sha256_file, whole
+from tideforge.data.files import disk_full, sha256_file, whole
 from tideforge.data.ingest_report import FileReport, IngestReport
 from tideforge.data.logs import label, look
 from tideforge.data.mapping import Format
@@ -85,10 +85,24 @@ def read_logs(locations: Sequence[Location], formats: Sequence[Format] = ()) -> 
     db = connect()
     declared = ", ".join(f"{name} {sql_type(name)}" for name in KEPT)
     db.execute(f"CREATE TABLE raw (file_no INTEGER, row BIGINT, reason VARCHAR, {declared})")
-    files = account(db, [load(db, number, location, formats) for number, location in enumerate(locations)])
-    if not sum(file.rows for file in files):
-        raise UserError(str(locations[0]), "has no rows", "give a log with requests in it")
-    return Reading(db, classify(db, files))
+    with room():
+        files = account(db, [load(db, number, location, formats) for number, location in enumerate(locations)])
+        if not sum(file.rows for file in files):
+            raise UserError(str(locations[0]), "has no rows", "give a log with requests in it")
+        return Reading(db, classify(db, files))
+
+
+@contextlib.contextmanager
+def room() -> Iterator[None]:
+    """Memory or disk that is used up is no fault of the log's."""
+    try:
+        yield
+    except duckdb.OutOfMemoryException:
+        raise UserError("traffic log", "needs more memory than there is", "read fewer files or free memory") from None
+    except duckdb.IOException as error:
+        if "No space left" in str(error):
+            raise disk_full(Path(tempfile.gettempdir())) from None
+        raise
 
 
 def head(location: Location, formats: Sequence[Format] = ()) -> None:
@@ -112,6 +126,8 @@ def load(db: duckdb.DuckDBPyConnection, number: int, location: Location, formats
         try:
             insert(db, number, digest, made)
         except duckdb.Error as error:
+            if isinstance(error, duckdb.OutOfMemoryException) or "No space left" in str(error):
+                raise
             if seen.kind == "parquet":
                 raise unreadable(location, made, error) from None
             path = stack.enter_context(valid_text(path))  # a bad byte anywhere fails the whole file

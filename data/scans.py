@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tideforge.data.logs import Head
+from tideforge.data.logs import Head, printable
 from tideforge.data.mapping import Format
 from tideforge.data.values import Reach, quoted
 from tideforge.errors import UserError
@@ -141,7 +141,7 @@ def parquet_schema(path: Path, shown: str) -> pa.Schema:
         reason = str(error).splitlines()[0]
         raise UserError(shown, f"is truncated or damaged Parquet ({reason})", "write the file again") from None
     if twice := next((name for name in schema.names if schema.names.count(name) > 1), None):
-        raise UserError(f"{shown}: {twice}", "stands for two columns", "name each column once")
+        raise UserError(f"{shown}: {printable(twice)}", "stands for two columns", "name each column once")
     return schema
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
+import duckdb
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
-from tests.data.format_samples import AZURE, SAMPLES, VLLM, Sample, lines
+from tests.data.format_samples import AZURE, SAMPLES, VLLM, Sample, lines, ms
+from tideforge.data import readers
 from tideforge.data.ingest_report import IngestReport
 from tideforge.data.mapping import chosen_formats, known_formats, load_format
 from tideforge.data.readers import read_logs
@@ -285,3 +288,33 @@ def test_the_command_takes_a_format_and_says_what_it_found(tmp_path: Path) -> No
     assert said[0] == "a.log: 1 rows (my-gateway, 1 passed over)" and "kept 1 of 1, 0 duplicates dropped" in said
     assert "times are written; Europe/Berlin is assumed where no zone is" in said
     assert json.loads(CliRunner().invoke(cli, [*given, "--json"]).output)["files"][0]["passed_over"] == 1
+
+
+def test_memory_and_disk_that_are_used_up_are_no_fault_of_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = SAMPLES[0].make(tmp_path)
+    for error, problem in (
+        (duckdb.OutOfMemoryException("Out of Memory Error: x"), "needs more memory"),
+        (duckdb.IOException("IO Error: No space left on device"), "the disk is full"),
+    ):
+        monkeypatch.setattr(readers, "insert", raising(error))
+        with pytest.raises(UserError, match=problem):
+            read_logs([path])
+
+
+def raising(error: Exception) -> Any:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+def test_a_column_of_csv_may_have_a_slash(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("t,tokens/in,tokens/out\n5,6,7\n")
+    (tmp_path / "mine.yaml").write_text(
+        "name: mine\nkind: csv\nneeds: [tokens/in]\nepoch: 2026-01-01\ncolumns:\n  arrival: {from: t, unit: s}\n"
+        "  prompt_tokens: {from: tokens/in}\n  output_tokens: {from: tokens/out}\n"
+    )
+    reading = read_logs([tmp_path / "a.csv"], chosen_formats([str(tmp_path / "mine.yaml")]))
+    assert reading.db.sql(ROWS).fetchall() == [(ms("2026-01-01") + 5000, 6, 7)]

@@ -107,6 +107,7 @@ def test_any_fields_of_csv(tmp_path: Path, fields: list[str]) -> None:
 
 
 @few
+@hypothesis.example(names=['{"a\\nb": 1}'], line="")
 @hypothesis.given(names=st.lists(st.sampled_from(["TIMESTAMP", "ContextTokens", "GeneratedTokens", "", '"', "a b"])
                                  | st.text(max_size=4), max_size=6), line=st.text(max_size=30))  # fmt: skip
 def test_any_header_of_csv(tmp_path: Path, names: list[str], line: str) -> None:
