@@ -7,6 +7,8 @@ import errno
 import hashlib
 import json
 import os
+import re
+import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,9 +37,10 @@ def sha256_file(path: Path) -> str:
 def whole(target: Path) -> Iterator[Path]:
     """Yields a temporary path beside `target` that becomes `target` when the block ends well and vanishes when not.
 
-    A full disk (or quota) becomes a UserError that names the folder.
+    A full disk (or quota) becomes a UserError that names the folder. The temporary name holds the process id, so that
+    `sweep` knows what killed processes left.
     """
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
     try:
         yield temporary
         with temporary.open("rb") as file:
@@ -55,6 +58,14 @@ def whole(target: Path) -> Iterator[Path]:
 def write_whole(target: Path, raw: bytes) -> None:
     with whole(target) as temporary:
         temporary.write_bytes(raw)
+
+
+def sweep(folder: Path, pattern: str) -> None:
+    """Removes the temporary files and folders (`...<process id>-<random>...`) of that pattern whose process is gone."""
+    for left in folder.glob(pattern):
+        owner = re.search(r"\.(\d+)-\w+(\.tmp)?$", left.name)
+        if owner and not Path(f"/proc/{owner[1]}").exists():
+            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
 
 def disk_full(folder: Path) -> UserError:

@@ -1,29 +1,36 @@
-"""Reads traffic logs of any known format into the declared schema; bad rows go aside with a reason.
+"""Reads traffic logs of any declared format into the declared schema; bad rows go aside with a reason.
 
 A file that cannot be a traffic log at all (missing, empty, truncated, a column of a wrong type) stops the reading with
-a UserError that names file and column. A row that cannot be a finished request is quarantined and counted.
+a UserError that names file and column. A row that cannot be a finished request is quarantined and counted. Text is never
+read. A format without request ids is given `<12 hex digits of the file's SHA-256>-<row>`: a file that is moved, packed
+or named twice counts once, and two requests that look alike stay two.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict
 
-from tideforge.data.files import sha256_file, whole
-from tideforge.data.formats import FORMATS, NATIVE, Format
-from tideforge.data.logs import look
-from tideforge.data.schema import BY_NAME, COLUMNS, KEPT, QUARANTINE_SCHEMA, REQUESTS_SCHEMA, REQUIRED, accepts
+from tideforge.data.files import disk_full, sha256_file, whole
+from tideforge.data.ingest_report import FileReport, IngestReport
+from tideforge.data.logs import label, look
+from tideforge.data.mapping import Format
+from tideforge.data.plan import Plan, plan
+from tideforge.data.schema import KEPT, QUARANTINE_SCHEMA, REQUESTS_SCHEMA, REQUIRED
+from tideforge.data.staging import Location, compression, plain, valid_text
+from tideforge.data.values import quoted, sql_type
 from tideforge.errors import UserError
 
 MOST_TOKENS = 100_000_000  # a length above this is a broken log, not a long context
 EARLIEST_US, LATEST_US = 946_684_800_000_000, 4_102_444_800_000_000  # 2000-01-01 and 2100-01-01, since the epoch
+PASSED = "passed over"
 # In order: the first that holds is the row's reason. Conditions are SQL over the declared columns.
 RULES: tuple[tuple[str, str], ...] = (
     *((f"{name} is missing or unreadable", f"{name} IS NULL") for name in REQUIRED),
@@ -39,32 +46,6 @@ RULES: tuple[tuple[str, str], ...] = (
     ("latency_ms is out of range", "NOT (latency_ms >= 0 AND latency_ms < 1e9)"),
     ("ttft_ms is out of range", "NOT (ttft_ms >= 0 AND ttft_ms < 1e9)"),
 )
-SQL_TYPES = {
-    "int64": "BIGINT", "double": "DOUBLE", "string": "VARCHAR",
-    "timestamp[us, tz=UTC]": "TIMESTAMPTZ", "list<item: uint64>": "UBIGINT[]",
-}  # fmt: skip
-
-
-class FileReport(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    name: str
-    sha256: str
-    format: str
-    rows: int
-
-
-class IngestReport(BaseModel):
-    """What became of every row: rows = kept + duplicates + the sum of quarantined."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    version: int = 1
-    files: tuple[FileReport, ...]
-    rows: int
-    kept: int
-    duplicates: int
-    quarantined: dict[str, int]
-    first_arrival: str | None
-    last_arrival: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +62,9 @@ class Reading:
 
     def write_quarantine(self, target: Path) -> None:
         columns = ", ".join(QUARANTINE_SCHEMA.names)
-        write_table(self.db, f"SELECT {columns} FROM quarantine ORDER BY file, row", QUARANTINE_SCHEMA, target)
+        write_table(
+            self.db, f"SELECT {columns} FROM quarantine ORDER BY file, file_rank, row", QUARANTINE_SCHEMA, target
+        )
 
 
 def connect() -> duckdb.DuckDBPyConnection:
@@ -95,142 +78,132 @@ def connect() -> duckdb.DuckDBPyConnection:
     return db
 
 
-def read_logs(paths: Sequence[Path]) -> Reading:
-    """Reads the files in the order of their content's hash, so that the result does not depend on names."""
+def read_logs(locations: Sequence[Location], formats: Sequence[Format] = ()) -> Reading:
+    """`formats` are tried before the known ones. What is kept does not depend on the files' names or order."""
+    if not locations:
+        raise UserError("traffic log", "has no rows", "give a log with requests in it")
     db = connect()
-    declared = ", ".join(f"{name} {SQL_TYPES[str(BY_NAME[name].type)]}" for name in KEPT)
-    db.execute(f"CREATE TABLE raw (file VARCHAR, file_hash VARCHAR, row BIGINT, broken BOOLEAN, {declared})")
-    hashed = sorted((sha256_file(existing(path)), path) for path in paths)
-    files = tuple(load(db, path, digest) for digest, path in hashed)
-    if not sum(file.rows for file in files):
-        raise UserError(str(hashed[0][1]) if hashed else "traffic log", "has no rows", "give a log with requests in it")
-    return Reading(db, classify(db, files))
+    declared = ", ".join(f"{name} {sql_type(name)}" for name in KEPT)
+    db.execute(f"CREATE TABLE raw (file_no INTEGER, row BIGINT, reason VARCHAR, {declared})")
+    with room():
+        files = account(db, [load(db, number, location, formats) for number, location in enumerate(locations)])
+        if not sum(file.rows for file in files):
+            raise UserError(str(locations[0]), "has no rows", "give a log with requests in it")
+        return Reading(db, classify(db, files))
 
 
-def existing(path: Path) -> Path:
-    if not path.is_file():
-        raise UserError(str(path), "does not exist", "give files, folders or globs of traffic logs")
-    return path
-
-
-def head(path: Path) -> tuple[Format, list[str]]:
-    """The format and, of text, the column names, from the file's head (Parquet: its schema). UserError when it has none."""
-    kind, names = look(path)
-    return (native(path) if kind == "parquet" else known(path, kind, names)), names
-
-
-def load(db: duckdb.DuckDBPyConnection, path: Path, digest: str) -> FileReport:
-    """Appends one file to `raw`."""
-    chosen, names = head(path)
-    before = count(db, "SELECT count(*) FROM raw")
-    values = ", ".join(
-        f"CAST({chosen.columns.get(name, 'NULL')} AS {SQL_TYPES[str(BY_NAME[name].type)]}) AS {name}" for name in KEPT
-    )
-    scan, arguments = SCANS[chosen.kind](chosen, path, names)
+@contextlib.contextmanager
+def room() -> Iterator[None]:
+    """Memory or disk that is used up is no fault of the log's."""
     try:
-        db.execute(
-            f"INSERT INTO raw SELECT ?, file_hash, row, broken, {values} FROM (SELECT *, ? AS file_hash FROM ({scan}))",
-            [path.name, digest[:12], *arguments],
-        )
-    except duckdb.Error as error:
-        line = str(error).splitlines()[0]
-        raise UserError(str(path), f"cannot be read as {chosen.name} ({line})", "write the file again") from None
-    rows = count(db, "SELECT count(*) FROM raw") - before
-    return FileReport(name=path.name, sha256=digest, format=chosen.name, rows=rows)
+        yield
+    except duckdb.OutOfMemoryException:
+        raise UserError("traffic log", "needs more memory than there is", "read fewer files or free memory") from None
+    except duckdb.IOException as error:
+        if "No space left" in str(error):
+            raise disk_full(Path(tempfile.gettempdir())) from None
+        raise
 
 
-def native(path: Path) -> Format:
-    """This project's Parquet: required columns are there, every declared column has its type, others are ignored."""
-    try:
-        schema = pq.read_schema(path)
-    except (pa.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(str(path), f"is truncated or damaged Parquet ({reason})", "write the file again") from None
-    for column in COLUMNS:
-        if column.name not in schema.names:
-            if column.required:
-                raise UserError(f"{path}: {column.name}", "the column is missing", f"add it as {column.type}")
-        elif not accepts(column, found := schema.field(column.name).type):
-            raise UserError(f"{path}: {column.name}", f"has type {found}", f"write it as {column.type}")
-    columns = {
-        name: f'TRY_CAST("{name}" AS {SQL_TYPES[str(BY_NAME[name].type)]})' for name in KEPT if name in schema.names
-    }
-    return Format(NATIVE, "parquet", {}, columns)
+def head(location: Location, formats: Sequence[Format] = ()) -> None:
+    """UserError where the file's head already shows that it cannot be read. What is packed or elsewhere is not copied."""
+    seen = look(location)
+    if seen.kind == "parquet" and isinstance(location, Path) and not compression(location):
+        plan(location, str(location), seen, formats)
+    elif seen.kind != "parquet":
+        plan(Path(location.name), str(location), seen, formats)
 
 
-def known(path: Path, kind: str, names: list[str]) -> Format:
-    for candidate in FORMATS:
-        if candidate.kind == kind and set(candidate.source) <= set(names):
-            return candidate
-    formats = "; ".join(f"{each.name}: {', '.join(each.source)}" for each in FORMATS if each.kind == kind)
-    shown = ", ".join(names)[:200]
-    raise UserError(
-        str(path), f"its columns ({shown}) are those of no known format", f"known are {formats}, or Parquet"
+def load(db: duckdb.DuckDBPyConnection, number: int, location: Location, formats: Sequence[Format]) -> FileReport:
+    """Appends one file to `raw`; counts are filled in by `account`."""
+    seen = look(location)
+    with contextlib.ExitStack() as stack:
+        path = stack.enter_context(plain(location))
+        digest = sha256_file(path)
+        if seen.marked and seen.kind == "json":
+            path = stack.enter_context(valid_text(path))
+        made = plan(path, str(location), seen, formats)
+        try:
+            insert(db, number, digest, made)
+        except duckdb.Error as error:
+            if isinstance(error, duckdb.OutOfMemoryException) or "No space left" in str(error):
+                raise
+            if seen.kind == "parquet":
+                raise unreadable(location, made, error) from None
+            path = stack.enter_context(valid_text(path))  # a bad byte anywhere fails the whole file
+            made = plan(path, str(location), seen, formats)
+            try:
+                insert(db, number, digest, made)
+            except duckdb.Error as again:
+                raise unreadable(location, made, again) from None
+    return FileReport(
+        name=label(location), sha256=digest, format=made.format, rows=0, missing=made.missing, times=made.times
     )
 
 
-def scan_parquet(_: Format, path: Path, names: list[str]) -> tuple[str, list[object]]:
-    query = "SELECT *, file_row_number AS row, false AS broken FROM read_parquet(?, file_row_number = true)"
-    return query, [str(path)]
+def unreadable(location: Location, made: Plan, error: duckdb.Error) -> UserError:
+    kind = str(error).splitlines()[0].partition(":")[0]  # no more: the rest may quote the log
+    return UserError(str(location), f"cannot be read as {made.format} ({kind})", "write the file again")
 
 
-def scan_csv(chosen: Format, path: Path, names: list[str]) -> tuple[str, list[object]]:
-    """Line by line, so that an open quote or a wrong number of fields breaks its own line and no other."""
-    fields = ", ".join(f'trim(fields[{names.index(name) + 1}]) AS "{name}"' for name in chosen.source)
-    lines = (
-        "SELECT line, row_number() OVER () - 2 AS row FROM read_csv(?, delim = '\x01\x02\x03\x04', quote = '', escape = '', "
-        "header = false, auto_detect = false, columns = {line: 'VARCHAR'})"
-    )
-    query = (
-        f"SELECT {fields}, row, len(fields) != {len(names)} OR contains(line, chr(34)) AS broken FROM ("
-        "SELECT line, row, string_split(line, ',') AS fields FROM ("
-        "SELECT row, regexp_replace(line, '\"([^\",]*)\"', '\\1', 'g') AS line "
-        f"FROM ({lines}) WHERE row >= 0 AND trim(line) != ''))"
-    )
-    return query, [str(path)]
-
-
-def scan_jsonl(chosen: Format, path: Path, _: list[str]) -> tuple[str, list[object]]:
-    columns = "{" + ", ".join(f"{quoted(name)}: {quoted(kind)}" for name, kind in chosen.source.items()) + "}"
-    return (
-        "SELECT *, row_number() OVER () - 1 AS row, false AS broken FROM "
-        f"read_json(?, format = 'newline_delimited', ignore_errors = true, columns = {columns})",
-        [str(path)],
+def insert(db: duckdb.DuckDBPyConnection, number: int, digest: str, made: Plan) -> None:
+    cases = " ".join(f"WHEN {condition} THEN {quoted(reason)}" for reason, condition in RULES)
+    reason = f"CASE WHEN broken THEN 'the line is broken' WHEN passed THEN '{PASSED}' {cases} END"
+    db.execute(
+        f"INSERT INTO raw SELECT {number}, row, {reason}, {', '.join(KEPT)} FROM ({made.query(digest[:12])})",
+        list(made.arguments),
     )
 
 
-SCANS = {"parquet": scan_parquet, "csv": scan_csv, "jsonl": scan_jsonl}
+def account(db: duckdb.DuckDBPyConnection, files: Sequence[FileReport]) -> tuple[FileReport, ...]:
+    """The files with their counts, in their order.
 
-
-def quoted(name: str) -> str:
-    return "'" + name.replace("'", "''") + "'"
+    Rows that were appended in the file's order are looked at in that order: DuckDB streams `lag` over a table.
+    """
+    rows = db.execute(
+        f"SELECT file_no, count(*) FILTER (reason IS DISTINCT FROM '{PASSED}'), count(*) FILTER (reason = '{PASSED}') "
+        "FROM raw GROUP BY file_no"
+    ).fetchall()
+    steps = db.execute(
+        "SELECT file_no, count(*), max(back) FROM (SELECT file_no, lag(file_no) OVER () = file_no AS same, "
+        "least(lag(begun) OVER () - begun, lag(ended) OVER () - ended) AS back FROM ("
+        "SELECT file_no, epoch_us(arrival) AS begun, epoch_us(arrival) + coalesce(latency_ms, 0) * 1000 AS ended "
+        "FROM raw WHERE reason IS NULL)) WHERE same AND back > 0 GROUP BY file_no"
+    ).fetchall()
+    counts = {number: {"rows": good, "passed_over": passed} for number, good, passed in rows}
+    backs = {number: {"steps_back": times, "largest_step_back_s": most / 1e6} for number, times, most in steps}
+    return tuple(
+        file.model_copy(update=counts.get(number, {}) | backs.get(number, {})) for number, file in enumerate(files)
+    )
 
 
 def classify(db: duckdb.DuckDBPyConnection, files: tuple[FileReport, ...]) -> IngestReport:
     """Splits `raw` into `requests` (first of each id) and `quarantine`, and drops it."""
-    cases = " ".join(f"WHEN {condition} THEN '{reason}'" for reason, condition in RULES)
+    order = {digest: place for place, digest in enumerate(sorted({file.sha256 for file in files}))}
+    ranks = [order[file.sha256] for file in files]
+    rank, names = f"{ranks}[file_no + 1]", f"[{', '.join(quoted(file.name) for file in files)}][file_no + 1]"
+    columns = f"{', '.join(KEPT)}, row, {rank} AS file_rank"
+    first = "row_number() OVER (PARTITION BY request_id ORDER BY arrival, prompt_tokens, output_tokens, file_rank, row)"
     db.execute(
-        f"CREATE TABLE judged AS SELECT *, CASE WHEN broken THEN 'the line is broken' {cases} END AS reason FROM raw"
+        "CREATE TEMP TABLE twice AS SELECT request_id FROM raw WHERE reason IS NULL GROUP BY ALL HAVING count(*) > 1"
     )
     db.execute(
-        "CREATE TABLE requests AS SELECT * EXCLUDE (reason, broken, file) FROM judged WHERE reason IS NULL QUALIFY "
-        "row_number() OVER (PARTITION BY request_id ORDER BY arrival, prompt_tokens, output_tokens, file_hash, row) = 1"
+        f"CREATE TABLE requests AS SELECT {columns} FROM raw WHERE reason IS NULL "
+        "AND request_id NOT IN (SELECT request_id FROM twice) UNION ALL "
+        f"SELECT * FROM (SELECT {columns} FROM raw WHERE reason IS NULL AND request_id IN (FROM twice)) QUALIFY {first} = 1"
     )
-    db.execute("CREATE TABLE quarantine AS SELECT * FROM judged WHERE reason IS NOT NULL")
-    reasons = db.execute("SELECT reason, count(*) FROM quarantine GROUP BY reason ORDER BY reason").fetchall()
-    rows, kept = count(db, "SELECT count(*) FROM judged"), count(db, "SELECT count(*) FROM requests")
-    times = db.execute("SELECT min(arrival)::VARCHAR, max(arrival)::VARCHAR FROM requests").fetchall()[0]
+    db.execute(
+        f"CREATE TABLE quarantine AS SELECT {columns}, reason, {names} AS file FROM raw WHERE reason != '{PASSED}'"
+    )
+    db.execute("DROP TABLE twice")
     db.execute("DROP TABLE raw")
-    db.execute("DROP TABLE judged")
-    bad = sum(number for _, number in reasons)
+    reasons = db.execute("SELECT reason, count(*) FROM quarantine GROUP BY reason ORDER BY reason").fetchall()
+    times = db.execute("SELECT min(arrival)::VARCHAR, max(arrival)::VARCHAR, count(*) FROM requests").fetchall()[0]
+    rows, bad = sum(file.rows for file in files), sum(number for _, number in reasons)
     return IngestReport(
-        files=files, rows=rows, kept=kept, duplicates=rows - kept - bad, quarantined=dict(reasons),
-        first_arrival=times[0], last_arrival=times[1],
+        files=tuple(sorted(files, key=lambda file: (file.sha256, file.name))), rows=rows, kept=times[2],
+        duplicates=rows - times[2] - bad, quarantined=dict(reasons), first_arrival=times[0], last_arrival=times[1],
     )  # fmt: skip
-
-
-def count(db: duckdb.DuckDBPyConnection, query: str) -> int:
-    return int(db.execute(query).fetchall()[0][0])
 
 
 def write_table(db: duckdb.DuckDBPyConnection, query: str, schema: pa.Schema, target: Path) -> None:

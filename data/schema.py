@@ -41,7 +41,7 @@ REQUESTS_SCHEMA = pa.schema([LOG_SCHEMA.field(name) for name in KEPT])
 QUARANTINE_SCHEMA = pa.schema(
     [
         pa.field("reason", pa.string(), nullable=False),
-        pa.field("file", pa.string(), nullable=False),  # the file's name, without folders
+        pa.field("file", pa.string(), nullable=False),  # its name, behind the partitions that it lies in
         pa.field("row", pa.int64(), nullable=False),  # from 0, the header not counted
         *(pa.field(name, BY_NAME[name].type) for name in REQUIRED),
     ]

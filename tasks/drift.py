@@ -53,10 +53,9 @@ def last_profile(endpoint: Endpoint) -> tuple[Run, Manifest]:
 def rows_since(endpoint: Endpoint, since: float) -> Reading:
     """The log's good rows that arrived later than `since`, of the last window."""
     from tideforge.data.profile import keep_last
-    from tideforge.data.readers import read_logs
-    from tideforge.tasks.ingest import log_files
+    from tideforge.tasks.ingest import read_traffic
 
-    reading = read_logs(log_files(endpoint))
+    reading = read_traffic(endpoint)
     reading.db.execute("DELETE FROM requests WHERE epoch_us(arrival) <= ?", [round(since * 1e6)])
     keep_last(reading.db, endpoint.drift.window_hours)
     return reading

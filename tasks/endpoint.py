@@ -26,7 +26,10 @@ class Hardware(Strict):
 
 
 class Traffic(Strict):
-    logs: list[str] = Field(default_factory=list, description="files, folders or globs of finished requests")
+    logs: list[str] = Field(default_factory=list, description="files, folders or globs, also behind s3://")
+    formats: list[str] = Field(
+        default_factory=list, description="mapping files, or names of known formats, tried before looking"
+    )
     keep_text: bool = Field(default=False, description="keep prompts and answers in the server's own log")
 
 

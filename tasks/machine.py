@@ -56,6 +56,7 @@ def check_endpoint(endpoint: Endpoint) -> None:
 
     Of the logs that the file names only the heads are read.
     """
+    from tideforge.data.mapping import chosen_formats
     from tideforge.data.readers import head
 
     hardware.get(endpoint.hardware.name)
@@ -63,8 +64,9 @@ def check_endpoint(endpoint: Endpoint) -> None:
     folder = first_forward(endpoint)
     if not (folder / "forward.py").is_file():
         raise UserError(str(folder), "holds no forward.py", "mend the field forward")
+    formats = chosen_formats(endpoint.traffic.formats)
     for path in find_logs(endpoint.traffic.logs):
-        head(path)
+        head(path, formats)
     settings = settings_for(endpoint)
     if settings.sandbox == REQUIRE:
         require_sandbox(settings.model, settings.device)

@@ -13,11 +13,12 @@ from tideforge.flows.commands.options import STATE, load
 
 if TYPE_CHECKING:
     from tideforge.data.profile_records import Cells, Group, Profile
-    from tideforge.data.readers import IngestReport
     from tideforge.tasks.endpoint import Endpoint
     from tideforge.tasks.store import Run
 
-LOGS_HELP = "LOGS are files, folders or globs; `sample:azure_conv_2023` is a trace that comes with the package."
+LOGS_HELP = (
+    "LOGS are files, folders or globs, also s3://; `sample:azure_conv_2023` is a trace that comes with the package."
+)
 endpoint_option = click.option("--endpoint", "endpoint_file", type=click.Path(path_type=Path), help="Endpoint file.")
 run_option = click.option("--run", "run_id", help="Run of that endpoint; it is made when it is not there.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -43,6 +44,7 @@ def node_run(
 @click.command(epilog=LOGS_HELP)
 @click.argument("logs", nargs=-1)
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the Parquet files.")
+@click.option("--format", "formats", multiple=True, help="Mapping file or name of a format, instead of looking.")
 @endpoint_option
 @STATE
 @run_option
@@ -50,6 +52,7 @@ def node_run(
 def ingest(
     logs: tuple[str, ...],
     out: Path | None,
+    formats: tuple[str, ...],
     endpoint_file: Path | None,
     state: Path | None,
     run_id: str | None,
@@ -63,33 +66,28 @@ def ingest(
     \b
     tideforge ingest sample:azure_conv_2023
     tideforge ingest 'logs/*.parquet' --out checked/
+    tideforge ingest s3://bucket/logs --format my-format.yaml
     tideforge ingest --endpoint deployments/endpoints/smollm2-cpu.yaml --run 2026-11-30
     """
     from tideforge.data.logs import find_logs
+    from tideforge.data.mapping import chosen_formats
     from tideforge.data.readers import IngestReport, read_logs
     from tideforge.tasks import ingest as node
     from tideforge.tasks.store import Run
 
     chosen = node_run(endpoint_file, state, run_id, logs)
+    if chosen and formats:
+        raise UserError("--format", "does not go with --endpoint", "name formats in the endpoint's traffic.formats")
     if chosen:
         run, endpoint = chosen
         report = IngestReport.model_validate(run.read_json(node.ingest(run, endpoint), "report"))
     else:
-        reading = read_logs(find_logs(logs))
+        reading = read_logs(find_logs(logs), chosen_formats(formats))
         report = reading.report
         if out:
             out.mkdir(parents=True, exist_ok=True)
             node.write_reading(Run(out), reading)
-    click.echo(report.model_dump_json() if as_json else report_text(report))
-
-
-def report_text(report: IngestReport) -> str:
-    lines = [f"{file.name}: {file.rows} rows ({file.format})" for file in report.files]
-    lines.append(f"kept {report.kept} of {report.rows}, {report.duplicates} duplicates dropped")
-    lines += [f"quarantined {number}: {reason}" for reason, number in report.quarantined.items()]
-    if report.first_arrival:
-        lines.append(f"arrivals from {report.first_arrival} to {report.last_arrival}")
-    return "\n".join(lines)
+    click.echo(report.model_dump_json() if as_json else "\n".join(report.lines()))
 
 
 @click.command(epilog=LOGS_HELP)
