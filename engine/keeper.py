@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tideforge.engine import memory, procfs, protocol
+from tideforge.engine.digests import Plane
 from tideforge.engine.events import log_event
 from tideforge.engine.segment import DeviceSegment, Filler, Segment
 from tideforge.engine.weights import RANDOM, read_tensors
@@ -126,7 +127,7 @@ class Keeper:
         return DeviceSegment(name, size, self.device, filler)
 
     def answer(self, header: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-        """One request -> (answer, descriptors to hand over)."""
+        """One request -> (answer, descriptors to hand over). "digests" is an array."""
         kind = header["type"]
         if kind == "weights":
             entries = [[e.name, list(e.shape), e.offset, e.bytes] for e in self.entries]
@@ -142,6 +143,10 @@ class Keeper:
         if kind == "fill":
             self.arenas[str(header["name"])].fill(int(header["bytes"]), int(header["value"]))
             return {"type": "filled"}, []
+        if kind == "digests":
+            planes = [Plane(*map(int, plane)) for plane in header["planes"]]
+            found = self.arenas[str(header["name"])].digests(planes, int(header["secret"]))
+            return {"type": "digests", "digests": found}, []
         if kind == "intact":
             with self._lock:
                 return {"type": "intact", "intact": self.weights.restore()}, []
@@ -219,7 +224,8 @@ def serve(keeper: Keeper, listener: socket.socket) -> None:
                         protocol.send(connection, {"type": "error", "message": str(error)})
                         continue
                     return  # the peer went away or talks nonsense: its connection ends, nothing else does
-                protocol.send(connection, answer, fds=fds)
+                arrays = {name: answer.pop(name) for name in ("digests",) if name in answer}
+                protocol.send(connection, answer, arrays, fds)
 
     while True:
         connection, _ = listener.accept()

@@ -6,6 +6,7 @@ It runs no candidate code and imports no torch.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import os
 import signal
@@ -14,13 +15,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import tideforge
 from tideforge.engine import procfs, protocol
 from tideforge.engine.config import ModelConfig, Settings
+from tideforge.engine.digests import Plane
 from tideforge.engine.events import log_event
 from tideforge.engine.executor import RemoteExecutor
 from tideforge.engine.forward import Forward
@@ -237,6 +241,12 @@ class _Kept:
 
     def store(self, offset: int, count: int) -> None:
         self._lab.ask_keeper({"type": "store", "name": self._name, "offset": offset, "bytes": count})
+
+    def digests(self, planes: Sequence[Plane], secret: int) -> np.ndarray:
+        header = {"type": "digests", "name": self._name, "secret": secret}
+        return self._lab.ask_keeper({**header, "planes": [dataclasses.astuple(plane) for plane in planes]}).arrays[
+            "digests"
+        ]
 
     def fill(self, count: int, value: int) -> None:
         self._lab.ask_keeper({"type": "fill", "name": self._name, "bytes": count, "value": value})

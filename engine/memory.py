@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tideforge.engine.digests import Plane, of_array
+
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ALIGN = 64
 UNTOUCHED = 0x7FC5A5A5  # as fp32 a NaN; a worker fills the logits with it before each step
@@ -60,6 +62,16 @@ class ArenaLayout:
         return layer * self.layer_bytes + (self.plane_bytes(values=False) if values else 0)
 
     @property
+    def planes(self) -> list[Plane]:
+        """Of layer 0 keys, then values, of layer 1 keys, ..."""
+        slots = self.num_blocks * self.block_size
+        return [
+            Plane(self.plane_offset(layer, values), slots, self.plane_bytes(values) // slots)
+            for layer in range(self.num_layers)
+            for values in (False, True)
+        ]
+
+    @property
     def pages_bytes(self) -> int:
         return self.num_layers * self.layer_bytes
 
@@ -80,6 +92,7 @@ class Keeping(Protocol):
 
     def fetch(self, offset: int, count: int) -> None: ...
     def store(self, offset: int, count: int) -> None: ...
+    def digests(self, planes: Sequence[Plane], secret: int) -> np.ndarray: ...
     def fill(self, count: int, value: int) -> None: ...
 
 
@@ -104,18 +117,41 @@ class Arena:
         shape = layout.page_shape(values)
         return self._read(layout.plane_offset(layer, values), int(np.prod(shape)), self._bits).reshape(shape)
 
-    def slots(self, layer: int, values: bool, slots: np.ndarray) -> np.ndarray:
-        """What these slots (block * block_size + offset) hold, [len(slots), heads, dim]: a copy. Only what lies between them is fetched."""
-        first = int(slots.min())
-        _, between = self._between(layer, values, first, int(slots.max()))
-        return between[slots - first]
+    def digests(self, secret: int) -> np.ndarray:
+        """Of every slot, uint64 [planes, slots] (digests.py), in the order of layout.planes; computed where the pages lie."""
+        if self.keeping is not None:
+            return self.keeping.digests(self.layout.planes, secret)
+        pages = np.frombuffer(self._map, np.uint8)
+        return np.stack([of_array(pages, plane, secret) for plane in self.layout.planes])
 
-    def _between(self, layer: int, values: bool, first: int, last: int) -> tuple[int, np.ndarray]:
-        """Where these slots and all between them begin, and what they hold, [last - first + 1, heads, dim]."""
-        shape = self.layout.page_shape(values)[2:]  # of a slot
-        each = int(np.prod(shape))
-        offset = self.layout.plane_offset(layer, values) + first * each * ITEM_BYTES[self.layout.dtype]
-        return offset, self._read(offset, (last - first + 1) * each, self._bits).reshape(-1, *shape)
+    def marks(self, secret: int) -> list[np.ndarray]:
+        """Of each plane what tells whether a slot changed, uint8 [slots, n]: digests from a device; on the host, where it costs
+        less, the bytes themselves, which are no copy."""
+        if self.keeping is not None:
+            return [digest.view(np.uint8).reshape(-1, 8) for digest in self.digests(secret)]
+        pages = np.frombuffer(self._map, np.uint8)
+        return [
+            pages[at.offset : at.offset + at.slots * at.each].reshape(at.slots, at.each) for at in self.layout.planes
+        ]
+
+    def slots(self, layer: int, values: bool, slots: np.ndarray) -> np.ndarray:
+        """What these slots (block * block_size + offset) hold, [len(slots), heads, dim]: a copy. Nothing else is fetched."""
+        if self.keeping is not None:
+            for offset, count in self._runs(layer, values, slots):
+                self.keeping.fetch(offset, count)
+        return self._mirrored(layer, values)[slots]
+
+    def _mirrored(self, layer: int, values: bool) -> np.ndarray:
+        """The host's bits of a plane, [slots, heads, dim]; on a GPU as they were when they were fetched."""
+        shape, offset = self.layout.page_shape(values), self.layout.plane_offset(layer, values)
+        return np.frombuffer(self._map, self._bits, int(np.prod(shape)), offset).reshape(-1, *shape[2:])
+
+    def _runs(self, layer: int, values: bool, slots: np.ndarray) -> list[tuple[int, int]]:
+        """Where each run of neighbouring slots begins in the arena, and its bytes."""
+        plane = self.layout.planes[2 * layer + values]
+        places = np.unique(slots)
+        runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+        return [(plane.offset + int(run[0]) * plane.each, len(run) * plane.each) for run in runs]
 
     @property
     def _bits(self) -> type[np.generic]:
@@ -137,11 +173,10 @@ class Arena:
         places = np.asarray(slots, np.int64)
         if not len(places):
             return
-        first = int(places.min())
-        offset, between = self._between(layer, values, first, int(places.max()))
-        between[places - first] = data
+        self._mirrored(layer, values)[places] = data
         if self.keeping is not None:
-            self.keeping.store(offset, between.nbytes)
+            for offset, count in self._runs(layer, values, places):
+                self.keeping.store(offset, count)
 
     def fill(self, byte: int) -> None:
         """Overwrites all pages: 0x00 for zeros, 0xFF for NaN in every float type."""

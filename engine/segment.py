@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tideforge.engine import memory
+from tideforge.engine import digests, memory
 from tideforge.errors import ProtocolError
 
 if TYPE_CHECKING:
@@ -57,6 +57,11 @@ class Segment:
 
     def store(self, offset: int, count: int) -> None:
         """As fetch, the other way: nothing to do."""
+
+    def digests(self, planes: Sequence[digests.Plane], secret: int) -> np.ndarray:
+        """uint64 [planes, slots]; all planes have as many slots."""
+        held = np.frombuffer(mmap.mmap(self.fds[0], self.size, prot=mmap.PROT_READ), np.uint8)
+        return np.stack([digests.of_array(held, plane, secret) for plane in planes])
 
     def fill(self, count: int, value: int) -> None:
         raise ProtocolError("host memory is filled by its holders")
@@ -110,6 +115,9 @@ class DeviceSegment(Segment):
     def store(self, offset: int, count: int) -> None:
         self.pages[offset : offset + count].copy_(self.mirror[offset : offset + count])
         self.pages[:1].cpu()  # it has happened when the answer goes out
+
+    def digests(self, planes: Sequence[digests.Plane], secret: int) -> np.ndarray:
+        return np.stack([digests.of_tensor(self.pages, plane, secret) for plane in planes])
 
     def fill(self, count: int, value: int) -> None:
         self.pages[:count].fill_(value)

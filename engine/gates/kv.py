@@ -72,7 +72,7 @@ def _poison_dummy(probe: Probe) -> None:
     """NaN in block 0, of every layer."""
     for layer in probe.layers:
         for values in (False, True):
-            first = probe.arena.plane(layer, values)[0]
+            first = probe.arena.slots(layer, values, np.arange(probe.arena.layout.block_size))
             bits = np.full(first.shape, -1, f"i{first.itemsize}").view(first.dtype)
             probe.arena.store(layer, values, np.arange(len(first)), bits)
 

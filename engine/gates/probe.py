@@ -6,6 +6,7 @@ No gate runs in the worker, and none asks it anything but to execute steps.
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -49,9 +50,10 @@ class Recorder:
         self.inner, self.arena, self.forced, self.guard = inner, arena, forced or {}, guard
         self.rows: dict[str, list[Row]] = {}
         self.violations: list[str] = []
+        self.secret = secrets.randbits(128)  # of the digests by which it tells what changed
 
     def execute(self, step: Step) -> list[Sampled]:
-        before = [plane.copy() for plane in self._planes()] if self.guard else []
+        before = [marks.copy() for marks in self.arena.marks(self.secret)] if self.guard else []
         [sampled] = self.inner.execute(step)  # a probe's core plans one step at a time: every logits row is read
         if self.guard:
             self._compare(step, before)
@@ -60,16 +62,12 @@ class Recorder:
     def halt(self) -> None:
         pass
 
-    def _planes(self) -> list[np.ndarray]:
-        layers = range(self.arena.layout.num_layers)
-        return [self.arena.plane(layer, values) for layer in layers for values in (False, True)]
-
     def _compare(self, step: Step, before: list[np.ndarray]) -> None:
-        allowed = np.zeros(before[0].shape[0] * before[0].shape[1], bool)
+        allowed = np.zeros(len(before[0]), bool)
         allowed[step.slot_mapping] = True
         allowed[: self.arena.layout.block_size] = True  # the dummy page
-        for index, (old, new) in enumerate(zip(before, self._planes(), strict=True)):
-            changed = (old.view(np.uint8) != new.view(np.uint8)).reshape(allowed.size, -1).any(axis=1) & ~allowed
+        for index, (old, new) in enumerate(zip(before, self.arena.marks(self.secret), strict=True)):
+            changed = (old != new).any(axis=1) & ~allowed
             if changed.any():
                 slot = int(np.flatnonzero(changed)[0])
                 name = "values" if index % 2 else "keys"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+
 import numpy as np
 
 from tideforge.engine.gates.caught import Caught
@@ -20,11 +22,11 @@ def write_slots_of(step: Step, block_size: int) -> np.ndarray:
 
 
 class Shadow:
-    """A copy of all pages, in which each step's write slots are renewed once it was answered. The dummy page is anybody's."""
+    """The marks (Arena.marks) of all slots, of which each step's write slots are renewed once answered. The dummy page is anybody's."""
 
     def __init__(self, probe: Probe) -> None:
-        self.arena, self.layers = probe.arena, range(probe.arena.layout.num_layers)
-        self.copies = [plane.copy() for _, _, plane in self._planes()]
+        self.arena, self.secret = probe.arena, secrets.randbits(128)
+        self.copies = [marks.copy() for marks in self.arena.marks(self.secret)]
         self.last_written = np.zeros(0, np.int64)
 
     @property
@@ -36,30 +38,18 @@ class Shadow:
         """What the step wrote is what its slots hold from now on."""
         size = self.arena.layout.block_size
         self.last_written = np.unique(np.concatenate((write_slots_of(step, size), np.arange(size))))
-        for (_, _, plane), copy in zip(self._planes(), self.copies, strict=True):
-            _slots(copy)[self.last_written] = _slots(plane)[self.last_written]
+        for marks, copy in zip(self.arena.marks(self.secret), self.copies, strict=True):
+            copy[self.last_written] = marks[self.last_written]
 
     def require(self, what: str) -> None:
         """Raises Caught, which names the first slot that holds something else."""
-        for (layer, side, plane), copy in zip(self._planes(), self.copies, strict=True):
-            if np.array_equal(_words(plane), _words(copy)):
+        for index, (marks, copy) in enumerate(zip(self.arena.marks(self.secret), self.copies, strict=True)):
+            if np.array_equal(marks, copy):
                 continue
-            differ = (_slots(plane).view(np.uint8) != _slots(copy).view(np.uint8)).reshape(self.slots, -1).any(axis=1)
+            layer, side = index // 2, "values" if index % 2 else "keys"
+            differ = (marks != copy).any(axis=1)
             differ[: self.arena.layout.block_size] = False
             if differ.any():
                 slot = int(differ.argmax())
                 own = "of the last step's own" if slot in self.last_written else "not of the last step's own"
                 raise Caught(f"layer {layer} {side}: slot {slot} {what} ({own}); {int(differ.sum())} slots in all")
-
-    def _planes(self) -> list[tuple[int, str, np.ndarray]]:
-        sides = ((False, "keys"), (True, "values"))
-        return [(layer, name, self.arena.plane(layer, side)) for layer in self.layers for side, name in sides]
-
-
-def _slots(plane: np.ndarray) -> np.ndarray:
-    return plane.reshape(-1, *plane.shape[2:])
-
-
-def _words(plane: np.ndarray) -> np.ndarray:
-    """NaN compares unequal to itself: bits, not numbers."""
-    return plane.view(np.uint32 if plane.itemsize == 4 else np.uint16)
