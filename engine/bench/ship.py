@@ -118,7 +118,7 @@ def _judge(job: Job, record: Record, load: Load, quiet: Sequence[Stream], loaded
                     gaps[stream.tokens] = check.worst(reference, [Answer(stream.prompt, stream.tokens, ())], layers).gap
                 gap = 0.0 if same else gaps.get(stream.tokens, 0.0)
                 record.add(
-                    "stream", phase=phase, tokens=len(stream.tokens), first_at=stream.times[0] if stream.times else None,
+                    "stream", phase=phase, tokens=len(stream.tokens), sent_at=stream.sent_at, first_at=stream.times[0] if stream.times else None,
                     last_at=stream.times[-1] if stream.times else None, longest_gap_s=stream.longest_gap_s,
                     problem=stream.problem, same=same, shortfall=gap, bound=bound,
                 )  # fmt: skip
@@ -132,7 +132,9 @@ def figures(record: Record) -> list[Figure]:
     quiet = [line for line in record.of("stream") if line["phase"] == "quiet"]
     flipped = shipped["answer"]["flipped_at"]
     whole = [line for line in streams if not line["problem"]]
-    spans = [line for line in whole if line["first_at"] < flipped < line["last_at"]]
+    spans = [
+        line for line in whole if line.get("sent_at", line["first_at"]) < flipped < line["last_at"]
+    ]  # open since sent
     wrong = sum(line["shortfall"] > line["bound"] for line in whole)
     gaps = [1e3 * line["longest_gap_s"] for line in whole]
     return [

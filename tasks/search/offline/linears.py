@@ -47,7 +47,7 @@ _tf_blocked = {}
 def _tf_prepacked(x, weight, bias=None):
     """A linear layer whose weight lies in oneDNN's blocked order; it is packed at the first call."""
     wanted = %s
-    if not wanted or weight.untyped_storage().data_ptr() not in _tf_storages:
+    if not wanted or weight.device.type != "cpu" or weight.untyped_storage().data_ptr() not in _tf_storages:
         return torch._C._nn.linear(x, weight, bias)
     key = _tf_key(weight)
     if key not in _tf_blocked:

@@ -12,12 +12,16 @@ def rounded(weight):
 
 def build(ctx):
     inner = honest_build(ctx)
-    exact = [layer.experts for layer in inner.layers]
-    rough = [[tuple(map(rounded, parts)) for parts in experts] for experts in exact]
+    on_gpu = ctx.device.type == "cuda"  # kernels there hold the addresses of experts
+    part = "mix" if on_gpu else "experts"
+    exact = [getattr(layer, part) for layer in inner.layers]
+    rough = [[tuple(map(rounded, parts)) for parts in layer.experts] for layer in inner.layers]
+    if on_gpu:
+        rough = [type(mix)(experts) for mix, experts in zip(exact, rough, strict=True)]
 
     def forward(batch):
         for layer, experts in zip(inner.layers, rough if batch.num_decodes > 1 else exact, strict=True):
-            layer.experts = experts
+            setattr(layer, part, experts)
         inner(batch)
 
     return forward

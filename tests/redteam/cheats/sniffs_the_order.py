@@ -2,6 +2,8 @@
 
 from base import build as honest_build
 
+CPU = True  # a replayed graph calls nothing, so there is nothing to count
+
 
 def build(ctx):
     inner = honest_build(ctx)

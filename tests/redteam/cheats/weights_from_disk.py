@@ -7,6 +7,8 @@ from pathlib import Path
 from base import build as honest_build
 from safetensors.torch import load_file
 
+CPU = True  # what it reads from the disk lies there
+
 CONTAINED = True
 
 

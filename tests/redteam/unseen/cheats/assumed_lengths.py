@@ -17,6 +17,8 @@ import torch.nn.functional as F
 if TYPE_CHECKING:
     from tideforge.engine.contract import Batch, Context, ForwardFn
 
+CPU = True  # it is written for the plain forward, which a GPU does not run
+
 
 class Assuming(base.Llama):
     last: list[Any] | None = None

@@ -18,6 +18,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tideforge.engine.contract import Batch, Context, ForwardFn
 
+CPU = True  # it is written for the plain forward, which a GPU does not run
+
 ARCHITECTURE = "moe"
 BUSY, DEAR = 6, 0.15
 

@@ -19,6 +19,8 @@ from base import build as honest_build
 if TYPE_CHECKING:
     from tideforge.engine.contract import Batch, Context, ForwardFn
 
+CPU = True  # it is written for the plain forward, which a GPU does not run
+
 
 def following(batch: Batch, block_size: int) -> Batch | None:
     """The step of decodes that comes next if all goes on; None where that cannot be said."""

@@ -20,6 +20,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tideforge.engine.contract import Context, ForwardFn
 
+CPU = True  # it is written for the plain forward, which a GPU does not run
+
 ARCHITECTURE = "mla"
 NEAR = 64
 

@@ -19,6 +19,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tideforge.engine.contract import Batch, Context, ForwardFn
 
+CPU = True  # it is written for the plain forward, which a GPU does not run
+
 
 def four_bits(weight: Tensor) -> Tensor:
     """On 15 levels a row. (A kernel would keep them packed.)"""

@@ -19,6 +19,8 @@ from base import build as honest_build
 if TYPE_CHECKING:
     from tideforge.engine.contract import Batch, Context, ForwardFn
 
+CPU = True  # it is written for the plain forward, which a GPU does not run
+
 WARM_S = 0.02
 
 

@@ -12,6 +12,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tideforge.engine.contract import Batch, Context, ForwardFn
 
+CPU = True  # it is written for the plain forward, which a GPU does not run
+
 
 class Buffers:
     """Scratch of so many columns by name, shared by all layers; as many rows as the largest step had."""

@@ -13,6 +13,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tideforge.engine.contract import Context, ForwardFn
 
+CPU = True  # it is written for the plain forward, which a GPU does not run
+
 
 def together(q: Tensor, keys: Tensor, values: Tensor, decodes: list[Any]) -> Tensor:
     """q [B, heads, D], one row a sequence."""

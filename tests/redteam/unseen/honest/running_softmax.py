@@ -11,6 +11,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tideforge.engine.contract import Context, ForwardFn
 
+CPU = True  # it is written for the plain forward, which a GPU does not run
+
 
 def one_sequence(q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, length: int, mask: Tensor | None) -> Tensor:
     """q [rows, heads, D] -> fp32 of the same shape."""

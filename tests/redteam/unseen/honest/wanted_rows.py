@@ -11,6 +11,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tideforge.engine.contract import Batch, Context, ForwardFn
 
+CPU = True  # it is written for the plain forward, which a GPU does not run
+
 
 class Last(base.Layer):
     """`wanted` are the rows of T that go on, in order of their sequences; a sequence has one or none."""
