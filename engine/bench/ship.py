@@ -118,7 +118,8 @@ def _judge(job: Job, record: Record, load: Load, quiet: Sequence[Stream], loaded
                     gaps[stream.tokens] = check.worst(reference, [Answer(stream.prompt, stream.tokens, ())], layers).gap
                 gap = 0.0 if same else gaps.get(stream.tokens, 0.0)
                 record.add(
-                    "stream", phase=phase, tokens=len(stream.tokens), sent_at=stream.sent_at, first_at=stream.times[0] if stream.times else None,
+                    "stream", phase=phase, tokens=len(stream.tokens), sent_at=stream.sent_at,
+                    first_at=stream.times[0] if stream.times else None,
                     last_at=stream.times[-1] if stream.times else None, longest_gap_s=stream.longest_gap_s,
                     problem=stream.problem, same=same, shortfall=gap, bound=bound,
                 )  # fmt: skip
