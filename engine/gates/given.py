@@ -25,12 +25,12 @@ def given_pages(probe: Probe) -> dict[str, Any]:
     """Prefixes as long as pages and limits allow, with K and V at random places: answers are those of these very pages.
 
     The shorter ones come again under other pages. That the older half of the pages counts is seen by what the reference says with
-    it exchanged.
+    it exchanged; lengths at which that moves it beyond doubt in no answer are named as what the gate is blind to.
     """
     rng, stock = np.random.default_rng(probe.secret()), _stock(probe)
     lengths = dict(zip("abc", _lengths(probe, rng), strict=True))
     prompts = _prompts(probe, rng, lengths)
-    judge, moved = Judge(), 0.0
+    judge, moved, told = Judge(), 0.0, set[int]()
     for names in ("abc", "bc"):
         pages = {name: _dealt(rng, stock, lengths[name]) for name in names}
         recorder, chains = _answered(probe, prompts, pages)
@@ -41,10 +41,18 @@ def given_pages(probe: Probe) -> dict[str, Any]:
             what = f"on pages of {lengths[name]} tokens that it was given"
             judge.see(found, recorder.rows[name][at].logits, what)
             moved = max(moved, found.moved / found.bound)
+            told |= {lengths[name]} if found.tells else set()
     judge.require_followed()
     return {
         "contexts": list(lengths.values()), "worst_share_of_bound": judge.worst, "older_half_moves_in_bounds": moved,
+        "blind": unseen(sorted({*lengths.values()} - told)),
     }  # fmt: skip
+
+
+def unseen(lengths: list[int]) -> str:
+    if not lengths:
+        return ""
+    return f"the older half of pages of {', '.join(map(str, lengths))} tokens: with it exchanged the reference's answers stay within doubt"
 
 
 def _answered(

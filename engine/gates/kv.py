@@ -148,14 +148,16 @@ def require_written(probe: Probe, request: str, tokens: tuple[int, ...], blocks:
     for layer, side in itertools.product(
         range(len(probe.layers)), range(2)
     ):  # what goes wrong in one layer goes on in the next
-        error = np.nan_to_num(np.abs(float32(found[side][layer], dtype) - expected[side][layer]), nan=np.inf)
+        got = float32(found[side][layer], dtype)
+        error = np.nan_to_num(np.abs(got - expected[side][layer]), nan=np.inf)
         limit = limits[side][layer]
         worst = max(worst, float(error.max() / limit))
         if not error.max() <= limit:
-            token, head, _ = np.unravel_index(int(error.argmax()), error.shape)
+            at = token, head, element = np.unravel_index(int(error.argmax()), error.shape)
             raise Caught(
                 f"request {request}, layer {layer} {'values' if side else 'keys'}, token {token}, head {head}: off by "
-                f"{error.max():.4g}; bound {limit:.4g}"
+                f"{error.max():.4g}; bound {limit:.4g}; element {element} in slot {slots[token]} is "
+                f"{got[at]:.5g}, expected {expected[side][layer][at]:.5g}"
             )
     return worst
 

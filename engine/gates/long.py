@@ -57,7 +57,15 @@ def long_context(probe: Probe) -> dict[str, Any]:
     return {
         "context": room, "needle_tokens_back": far, "needle_moves": float(np.abs(moved).max()), "needle_shows": shows,
         "share": share, "moved_otherwise": float(off.max()), "bound": 2 * probe.bounds.logit,
+        "blind": "" if shows else unseen(far, float(np.abs(moved).max()), 4 * noise),
     }  # fmt: skip
+
+
+def unseen(far: int, moved: float, least: float) -> str:
+    return (
+        f"how much of what lies {far} tokens back is read: in {DRAWS} draws no needle moved the reference's logits beyond noise, the last "
+        f"one by {moved:.4g}, where {least:.4g} would show"
+    )
 
 
 def place(row: int, room: int) -> str:

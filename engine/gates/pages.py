@@ -233,7 +233,7 @@ class Meddler:
                 row = self._expect(place, row.kind, row.before, row.pages)
             what = f"its pages {row.kind}" if row.kind else "others' pages changed, not its own"
             self.judge.see(row, logits[row.place.logits_row], what)
-            self.seen[row.kind] += 1
+            self.seen[row.kind] += not row.kind or row.tells
             if row.kind:
                 self.changed = True
                 self.least_moved = min(self.least_moved, row.moved / row.bound)

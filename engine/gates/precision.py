@@ -8,7 +8,7 @@ import numpy as np
 
 from tideforge.engine import matched
 from tideforge.engine.cheaper_names import NAMES
-from tideforge.engine.gates.caught import Caught
+from tideforge.engine.gates.caught import Caught, Unverifiable
 from tideforge.engine.gates.forced import candidate_logits, order_logits
 from tideforge.engine.gates.probe import Probe
 from tideforge.engine.limits import kind, limits
@@ -24,13 +24,25 @@ Readings = dict[str, matched.Reading]  # by cheaper arithmetic
 
 def precision(probe: Probe) -> dict[str, Any]:
     """A matched filter (engine/matched.py) for each cheaper arithmetic, behind short and behind longer contexts. One that shows must
-    show on fresh text again."""
+    show on fresh text again. Filters without power are what the gate is blind to; where none has any it cannot tell."""
     short = _judged(probe, START)
     room = min(LONG, probe.limits.max_model_len, len(probe.text) // 2)
     if room < 2 * START + ROWS:
-        return short
+        return {**short, "blind": unseen(short)}
     long = _judged(probe, START + ROWS + probe.secret() % (room - START - 2 * ROWS + 1))
-    return {**short, "long": long}
+    return {**short, "long": long, "blind": unseen(short, long)}
+
+
+def unseen(*judged: dict[str, Any]) -> str:
+    """Of the figures at each place. Raises Unverifiable where no filter has power."""
+    if not any(set(figures["shares"]) - set(figures["without_power"]) for figures in judged):
+        raise Unverifiable("half of the error of no cheaper arithmetic would show beside what honest orders make")
+    return "; ".join(
+        f"{', '.join(weak)} behind {figures['behind']} tokens: half of such an error would not show in {figures['rows']} logits rows, "
+        f"it takes {max(figures['rows_needed'][name] for name in weak)}"
+        for figures in judged
+        if (weak := figures["without_power"])
+    )
 
 
 def _judged(probe: Probe, start: int) -> dict[str, Any]:
@@ -43,7 +55,7 @@ def _judged(probe: Probe, start: int) -> dict[str, Any]:
         bounds = {name: max(reading.bound(deviations), LEAST) for name, reading in found.items()}
         suspects &= {name for name, reading in found.items() if not reading.share <= bounds[name]}
         if not suspects:
-            return _figures(found, bounds, deviations)
+            return {"behind": start, **_figures(found, bounds, deviations)}
     # cheaper arithmetics have errors in common: the one that explains most is named
     name = min((name for name in found if name in suspects), key=lambda name: abs(found[name].share - 1))
     raise Caught(
@@ -70,7 +82,7 @@ def weak(found: Readings, deviations: float) -> list[str]:
 
 def _figures(found: Readings, bounds: dict[str, float], deviations: float) -> dict[str, Any]:
     return {
-        "rows": max(reading.rows for reading in found.values()),
+        "rows": max((reading.rows for reading in found.values()), default=0),
         "shares": {name: reading.share for name, reading in found.items()},
         "bounds": bounds,
         "rows_needed": {name: reading.rows_needed(deviations) for name, reading in found.items()},

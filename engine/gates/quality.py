@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tideforge.engine import compare
-from tideforge.engine.gates.caught import Caught, other_on_top
+from tideforge.engine.gates.caught import Caught, Unverifiable, other_on_top
 from tideforge.engine.gates.forced import candidate_logits, order_logits
 from tideforge.engine.gates.probe import Probe
 from tideforge.engine.limits import kind, limits
@@ -74,6 +74,11 @@ def task_score(probe: Probe) -> dict[str, Any]:
         raise Caught(
             f"question {at}: chose ending {chosen[at]}, the reference prefers {preferred[at]} by "
             f"{gaps[at]:.4g} nats; the bound is {bound:.4g}"
+        )
+    widest = float(np.ptp(reference, axis=1).max())
+    if not widest > bound:
+        raise Unverifiable(
+            f"noise moves an ending by {bound:.4g} nats, and no two of a question are further apart than {widest:.4g}"
         )
     return {
         "score": float((chosen == true).mean()), "reference_score": float((preferred == true).mean()),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 )
 @STATE
 @click.option("--against", help="folder or id of the forward beside it; what serves, or would, if absent")
-@click.option("--gates", default="", help="names, with commas between; all if absent")
+@click.option("--gates", help="names, with commas between; all if absent")
 @click.option(
     "--pairs", type=click.IntRange(min=0), default=0, show_default=True, help="held-out pairs of timed blocks as well"
 )
@@ -33,7 +33,7 @@ def verify(
     endpoint_file: Path,
     state: Path | None,
     against: str | None,
-    gates: str,
+    gates: str | None,
     pairs: int,
     as_json: bool,
 ) -> None:
@@ -48,9 +48,12 @@ def verify(
     tideforge verify 3f2a9c --endpoint my.yaml --gates written_kv,quality
     tideforge verify ./candidate --endpoint my.yaml --pairs 8 --json
     """
+    from tideforge.errors import UserError
     from tideforge.tasks.verify.alone import Question, verify_alone
 
-    chosen = [name.strip() for name in gates.split(",") if name.strip()]
+    chosen = [name.strip() for name in (gates or "").split(",") if name.strip()]
+    if gates is not None and not chosen:
+        raise UserError("--gates", "names no gate", "name some, or leave it out for all")
     question = Question.of(load(endpoint_file, state), forward, against, chosen, pairs)
     verdict = verify_alone(question, lambda line: click.echo(line, err=True))
     if as_json:

@@ -60,6 +60,29 @@ def expert_scaled(source: str, e: float) -> str:
     return source.replace(old, f"            y = y * {1 - e!r} if expert == 0 else y\n{old}")
 
 
+def by_block(source: str, e: float) -> str:
+    """K and V that lie in odd blocks of 16 slots, times 1 - e."""
+    changed = written(source, f"by_block({{}}, slots, {e!r})")
+    if changed == source:
+        return source
+    return changed + (
+        "\n\ndef by_block(x, slots, e):\n    return x * (1 - e * (slots // 16 % 2)).to(x.dtype)[:, None, None]\n"
+    )
+
+
+def unsteady(source: str, e: float) -> str:
+    """All logits of a step, times 1 to 1 - e by chance."""
+    old = "        batch.logits.copy_(F.linear(x, self.head))\n"
+    return source.replace(old, f"{old}        batch.logits.mul_(1 - {e!r} * torch.rand(()))\n")
+
+
+def written(source: str, what: str) -> str:
+    """With `what`, which has a {} for the value, in place of each value that is written into a page."""
+    for value in ("k", "v", "latent[:, None]", "key"):
+        source = source.replace(f"index_copy_(0, slots, {value})", f"index_copy_(0, slots, {what.format(value)})")
+    return source
+
+
 ROUND = (
     "\n\ndef rounded(x, bits):\n"
     "    y, drop = x.float().contiguous(), 23 - bits\n"
@@ -70,11 +93,7 @@ ROUND = (
 
 def kv_rounded(source: str, bits: float) -> str:
     """K and V are written with so many bits of mantissa."""
-    changed = source
-    for value in ("k", "v", "latent[:, None]", "key"):
-        changed = changed.replace(
-            f"index_copy_(0, slots, {value})", f"index_copy_(0, slots, rounded({value}, {int(bits)}))"
-        )
+    changed = written(source, f"rounded({{}}, {int(bits)})")
     return source if changed == source else changed + ROUND
 
 
@@ -104,5 +123,7 @@ FAULTS = {
         Fault("keys forgotten", "tokens seen", tuple(2.0**power for power in range(3, 10)), keys_forgotten),
         Fault("KV rounded", "bits of mantissa", BITS, kv_rounded),
         Fault("weights rounded", "bits of mantissa", BITS, weights_rounded),
+        Fault("by block", "1 - e", SHARES, by_block),
+        Fault("unsteady", "1 - e", SHARES, unsteady),
     )
 }

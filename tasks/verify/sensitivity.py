@@ -1,19 +1,24 @@
 """The smallest fault that each gate catches, measured.
 
-`python -m tideforge.tasks.verify.sensitivity [--model NAME|FOLDER ...] [--dtype D] [--draws N] [--out FILE] [--json]`
+`python -m tideforge.tasks.verify.sensitivity [--model NAME|FOLDER ...] [--dtype D ...] [--draws N] [--out FILE] [--json]`
+`python -m tideforge.tasks.verify.sensitivity --show docs/records/sensitivity.json` prints a record's tables.
 
 For each fault (faults.py) and gate the sizes, from the largest to the smallest, are searched by halving for the smallest one
 that the gate catches in every draw of texts. All gates see the same worker. A gate that does not catch the largest is blind to
-the fault: "-". The raw forward must pass every gate in as many draws. Last line: JSON.
+the fault: "-". The raw forward must pass every gate in as many draws; what a gate says that it is blind to on this model, or cannot
+be asked, is kept. Gates that need more than a probe (own.py) are not measured. Last line: JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import math
 import secrets
+import shlex
+import subprocess
 import sys
 import tempfile
 import time
@@ -38,6 +43,15 @@ from tideforge.tasks.verify.faults import FAULTS, Fault
 BLOCKS, LIMITS = 64, Limits(max_num_seqs=8, max_num_batched_tokens=128, max_model_len=512)
 SMALL = ("llama", "moe", "small-moe")
 OK = ""
+CELL = 11
+
+
+@dataclasses.dataclass
+class Notes:
+    """Of gates beside their evidence: what each took last, and what it said of itself, if anything."""
+
+    seconds: dict[str, float]
+    blind: dict[str, str]
 
 
 class Bench:
@@ -70,23 +84,24 @@ class Bench:
         finally:
             self.lab.release(worker)
 
-    def run(self, forward: Forward, gates: Sequence[str], seconds: dict[str, float] | None = None) -> dict[str, str]:
+    def run(self, forward: Forward, gates: Sequence[str], notes: Notes | None = None) -> dict[str, str]:
         """What each gate says of the forward: its evidence, OK where it passes."""
-        said = {}
+        said, notes = {}, notes or Notes({}, {})
         with self.probe(forward) as probe:
             for name in gates:
                 begin = time.perf_counter()
-                said[name] = one(name, probe)
-                if seconds is not None:
-                    seconds[name] = time.perf_counter() - begin
+                said[name] = one(name, probe, notes.blind)
+                notes.seconds[name] = time.perf_counter() - begin
         return said
 
 
-def one(name: str, probe: Probe) -> str:
+def one(name: str, probe: Probe, blind: dict[str, str]) -> str:
+    """The evidence. What the gate could not tell goes into `blind`."""
     try:
-        asked(name, probe)
-    except Unverifiable:
-        return OK
+        if reason := asked(name, probe).get("blind"):
+            blind[name] = f"blind to {reason}"
+    except Unverifiable as reason:
+        blind[name] = f"not asked: {reason}"
     except Caught as caught:
         return str(caught)
     except CandidateError as error:
@@ -127,17 +142,21 @@ class Search:
 
 
 def measure(model: Path, dtype: str, draws: int, faults: Sequence[str], state: Path) -> dict[str, Any]:
-    """{"faults": {fault: {gate: smallest size or None}}, "rejected": raw forwards rejected, "seconds": of a gate on the raw one}."""
+    """{"faults": {fault: {gate: smallest size or None}}, "rejected": raw forwards rejected, "seconds": of a gate on the raw one,
+    "blind": {gate: what it could not tell on it}}."""
     with contextlib.closing(Bench(model, dtype, state)) as bench:
-        raw, seconds = Forward.load(model_for(bench.lab.config.architecture)), dict.fromkeys(GATES, 0.0)
-        said = [bench.run(raw, [*GATES], seconds) for _ in range(draws)]
+        raw, notes = Forward.load(model_for(bench.lab.config.architecture)), Notes({}, {})
+        said = [bench.run(raw, [*GATES], notes) for _ in range(draws)]
         rejected = [f"{gate}: {why}" for each in said for gate, why in each.items() if why]
         found = {}
         for fault in (FAULTS[name] for name in faults):
             if fault.of(raw, fault.sizes[0]) is not None:
                 found[fault.name] = Search(bench, raw, fault, draws).smallest([*GATES])
                 print(f"{model.name} {dtype} {fault.name}: {found[fault.name]}", file=sys.stderr, flush=True)
-        return {"faults": found, "rejected": rejected, "seconds": {k: round(v, 2) for k, v in seconds.items()}}
+        return {
+            "dtype": dtype, "faults": found, "rejected": rejected, "blind": notes.blind,
+            "seconds": {gate: round(seconds, 2) for gate, seconds in notes.seconds.items()},
+        }  # fmt: skip
 
 
 def shown(fault: Fault, size: float | None) -> str:
@@ -151,12 +170,24 @@ def table(found: Mapping[str, Any]) -> str:
     for name, result in found.items():
         faults = [*result["faults"]]
         lines += [f"{name}: smallest fault caught ({', '.join(f'{f}: {FAULTS[f].unit}' for f in faults)})"]
-        lines += [f"{'gate':28}" + "".join(f"{fault:>17}" for fault in faults) + f"{'seconds':>9}"]
+        for place, first in enumerate(("", "gate")):
+            head = "".join(f"{fault.split()[place]:>{CELL}}" for fault in faults)
+            lines.append(f"{first:27}{head}{('', 'seconds')[place]:>{CELL}}")
         for gate, seconds in result["seconds"].items():
-            row = "".join(f"{shown(FAULTS[fault], result['faults'][fault][gate]):>17}" for fault in faults)
-            lines.append(f"{gate:28}{row}{seconds:>9.2f}")
+            row = "".join(f"{shown(FAULTS[fault], result['faults'][fault][gate]):>{CELL}}" for fault in faults)
+            lines.append(f"{gate:27}{row}{seconds:>{CELL}.2f}")
+        lines += [f"on the raw forward {gate} is {why}" for gate, why in result["blind"].items()]
         lines.append(f"raw forward rejected: {result['rejected'] or 'never'}\n")
     return "\n".join(lines)
+
+
+def commit() -> str:
+    """Of the tree that this runs from, and whether files differ from it."""
+    done = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    return done.stdout.strip() or "unknown"
 
 
 def main() -> None:
@@ -169,8 +200,12 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=3)
     parser.add_argument("--out", type=Path, help="where the record goes")
     parser.add_argument("--json", action="store_true", help="only the last line")
+    parser.add_argument("--show", type=Path, help="a record: its tables, and nothing is measured")
     args = parser.parse_args()
-    found = {}
+    if args.show is not None:
+        print(table(json.loads(args.show.read_text())["models"]))
+        return
+    found, begin, at_begin, source = {}, time.perf_counter(), environment(), commit()
     with tempfile.TemporaryDirectory() as folder:
         for name in args.model or SMALL:
             model = TRAINED if name == TRAINED.name else Path(name)
@@ -180,8 +215,9 @@ def main() -> None:
                 state = Path(folder) / f"{model.name}-{dtype}"
                 found[f"{model.name} {dtype}"] = measure(model, dtype, args.draws, args.fault or [*FAULTS], state)
     record = {
-        "command": f"python -m tideforge.tasks.verify.sensitivity --draws {args.draws}", "draws": args.draws,
-        "date": time.strftime("%Y-%m-%d", time.gmtime()), "environment": environment(), "models": found,
+        "command": f"python -m tideforge.tasks.verify.sensitivity {shlex.join(sys.argv[1:])}", "draws": args.draws,
+        "commit": source, "date": time.strftime("%Y-%m-%d", time.gmtime()), "environment": at_begin,
+        "seconds": round(time.perf_counter() - begin), "models": found,
     }  # fmt: skip
     if args.out is not None:
         args.out.write_text(json.dumps(record, indent=1) + "\n")

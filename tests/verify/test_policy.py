@@ -146,6 +146,8 @@ def test_the_command_tells_by_its_exit_code_and_its_words(
     [
         (["nothing-there"], "is no folder"),
         ([".", "--gates", "writen_kv"], "there is no gate 'writen_kv'"),
+        ([".", "--gates", ""], "names no gate"),
+        ([".", "--gates", " ,"], "names no gate"),
         ([str(Path(__file__).parent)], "is not a forward"),
     ],
 )
