@@ -124,6 +124,6 @@ FAULTS = {
         Fault("KV rounded", "bits of mantissa", BITS, kv_rounded),
         Fault("weights rounded", "bits of mantissa", BITS, weights_rounded),
         Fault("by block", "1 - e", SHARES, by_block),
-        Fault("unsteady", "1 - e", SHARES, unsteady),
+        Fault("logits unsteady", "1 - e", SHARES, unsteady),
     )
 }

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import secrets
@@ -172,7 +173,7 @@ def table(found: Mapping[str, Any]) -> str:
         lines += [f"{name}: smallest fault caught ({', '.join(f'{f}: {FAULTS[f].unit}' for f in faults)})"]
         for place, first in enumerate(("", "gate")):
             head = "".join(f"{fault.split()[place]:>{CELL}}" for fault in faults)
-            lines.append(f"{first:27}{head}{('', 'seconds')[place]:>{CELL}}")
+            lines.append(f"{first:27}{head}{('', 'seconds')[place]:>{CELL}}".rstrip())
         for gate, seconds in result["seconds"].items():
             row = "".join(f"{shown(FAULTS[fault], result['faults'][fault][gate]):>{CELL}}" for fault in faults)
             lines.append(f"{gate:27}{row}{seconds:>{CELL}.2f}")
@@ -190,7 +191,7 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def main() -> None:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="measure the smallest fault that each gate catches")
     parser.add_argument(
         "--model", action="append", help="a small model's name (small-moe or one of doubles.py), or a folder"
@@ -198,29 +199,33 @@ def main() -> None:
     parser.add_argument("--dtype", action="append", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--fault", action="append", choices=[*FAULTS])
     parser.add_argument("--draws", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="where the record goes")
+    parser.add_argument("--out", type=Path, help="where the record goes, again after each model and precision")
     parser.add_argument("--json", action="store_true", help="only the last line")
     parser.add_argument("--show", type=Path, help="a record: its tables, and nothing is measured")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args, begin = parsed(), time.perf_counter()
     if args.show is not None:
         print(table(json.loads(args.show.read_text())["models"]))
         return
-    found, begin, at_begin, source = {}, time.perf_counter(), environment(), commit()
-    with tempfile.TemporaryDirectory() as folder:
-        for name in args.model or SMALL:
-            model = TRAINED if name == TRAINED.name else Path(name)
-            if name in DOUBLES:
-                model = DOUBLES[name](Path(folder) / name)
-            for dtype in args.dtype or ("float32",):
-                state = Path(folder) / f"{model.name}-{dtype}"
-                found[f"{model.name} {dtype}"] = measure(model, dtype, args.draws, args.fault or [*FAULTS], state)
+    found: dict[str, Any] = {}
     record = {
         "command": f"python -m tideforge.tasks.verify.sensitivity {shlex.join(sys.argv[1:])}", "draws": args.draws,
-        "commit": source, "date": time.strftime("%Y-%m-%d", time.gmtime()), "environment": at_begin,
-        "seconds": round(time.perf_counter() - begin), "models": found,
+        "commit": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime()), "environment": environment(),
+        "seconds": 0, "models": found,
     }  # fmt: skip
-    if args.out is not None:
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, dtype in itertools.product(args.model or SMALL, args.dtype or ("float32",)):
+            model = TRAINED if name == TRAINED.name else Path(name)
+            if name in DOUBLES:
+                model = DOUBLES[name](Path(folder) / f"{name}-{dtype}" / name)
+            state = Path(folder) / f"{model.name}-{dtype}-state"
+            found[f"{model.name} {dtype}"] = measure(model, dtype, args.draws, args.fault or [*FAULTS], state)
+            record["seconds"] = round(time.perf_counter() - begin)
+            if args.out is not None:
+                args.out.write_text(json.dumps(record, indent=1) + "\n")
     if not args.json:
         print(table(found))
     print(json.dumps(record))
