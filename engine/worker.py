@@ -32,6 +32,7 @@ from tideforge.engine.dry import dry_run
 from tideforge.engine.faults import fault
 from tideforge.engine.guard import limit_data
 from tideforge.engine.runner import GraphShape, Runner
+from tideforge.engine.wallclock import unhinge
 from tideforge.errors import CandidateError, PeerGone
 
 MAX_OUTPUT_BYTES = 16 << 20
@@ -252,5 +253,6 @@ def live(fd: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.set_inheritable(fd, False)
     draw_anew()
+    unhinge()
     with socket.socket(fileno=fd) as sock:
         Worker(sock).run()

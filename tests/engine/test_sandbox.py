@@ -34,7 +34,7 @@ from tideforge.errors import CandidateError, UserError
 from tideforge.tasks.endpoint import AgentSpec, Endpoint
 
 PRELUDE = """
-import ctypes, os, signal, socket, subprocess, sys, tempfile
+import ctypes, datetime, os, signal, socket, subprocess, sys, tempfile, time
 libc = ctypes.CDLL(None, use_errno=True)
 def tried(attempt):
     try:
@@ -221,6 +221,11 @@ def test_two_workers_share_no_abstract_socket(told, spare) -> None:
     assert told(held, one) is None
     reach = "reached(socket.AF_UNIX, socket.SOCK_STREAM, b'\\0here')"
     assert (told(reach, one), told(reach, two)) == ("connected", "ConnectionRefusedError")
+
+
+def test_it_does_not_learn_the_date(told) -> None:
+    days = told("(time.time(), time.sleep(0.1), datetime.datetime.now().timestamp())")
+    assert days[2] - days[0] > 86400 * 0.05
 
 
 def test_temporary_places_are_small(told) -> None:

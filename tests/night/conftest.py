@@ -221,8 +221,9 @@ def deployment_for() -> Iterator[Deployment]:
         (folder / "gainer.py").write_text(GAINER)
         raw = yaml.safe_load(place.file.read_text())
         raw |= {
-            "forward": str(needless(folder / "forward", 2000)),
+            "forward": str(needless(folder / "forward", 8000)),
             "agents": [{"kind": "command", "name": "gainer", "command": [sys.executable, str(folder / "gainer.py")]}],
+            "budget": {**raw["budget"], "search_pairs": 3, "search_s": 30},  # two nights of it must gain beyond doubt
             "sandbox": "off",  # the agent's own file lies where a sandbox shows nothing
         }
         place.file.write_text(yaml.safe_dump(raw))

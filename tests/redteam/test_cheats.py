@@ -54,8 +54,9 @@ def test_a_handful_is_told_apart() -> None:
 def test_no_cheat_is_missed_and_no_honest_forward_is_rejected() -> None:
     code, told, printed = run()
     assert (told["missed"], told["falsely_rejected"], told["wrong"]) == (0, 0, []), printed
+    assert told["unseen"]["wrong"] == [], printed
     assert told["implausible"] == [], "a cheat that fails a plain output check tests nothing"
-    assert told["cheats"] >= 45 and told["honest"] >= 15 and code == 0
+    assert told["cheats"] >= 45 and told["honest"] >= 15 and code == 0, printed
 
 
 # --- how a verdict is judged
