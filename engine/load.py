@@ -32,12 +32,14 @@ class Closed:
     """`users` at once. Each holds one conversation after the other until none is left; arrivals do not count.
 
     Time runs `pace` times as fast as the conversations say. All prompts of a block begin with the same `shared_tokens` tokens.
+    Between two conversations a user thinks for `think_s`.
     """
 
     users: int
     conversations: tuple[RequestShape, ...]
     pace: float = 1.0
     shared_tokens: int = 0
+    think_s: float = 0.0
 
     def begins_s(self, conversation: int) -> float | None:
         """When it begins; None: when a user is free."""
@@ -231,8 +233,9 @@ class _Play:
             prompt = turn.prompt + tuple(turn.tokens) + self.script[turn.conversation][number]
             self._send_at(when_s, _Turn(turn.conversation, number, prompt, when_s))
         elif self._unbegun:
-            conversation = self._unbegun.popleft()
-            self._send_at(now_s, _Turn(conversation, 0, self.script[conversation][0], now_s))
+            assert isinstance(self.load, Closed)
+            conversation, when_s = self._unbegun.popleft(), now_s + self.load.think_s
+            self._send_at(when_s, _Turn(conversation, 0, self.script[conversation][0], when_s))
 
 
 @dataclasses.dataclass(frozen=True)

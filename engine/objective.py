@@ -23,11 +23,14 @@ CONVERSATIONS_A_USER = 2  # of one replay of a load
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """`maximize` is one of FIGURES (ttft: P90, the less the better); users' pauses and arrivals count under open arrivals only."""
+    """`maximize` is one of FIGURES (ttft: P90, the less the better); the traffic's arrivals count under open arrivals only."""
 
     maximize: str = "output_tps"
     arrivals: str = "closed"
-    pace: float = 1.0  # open arrivals: time runs so many times as fast as in the traffic
+    pace: float = 1.0  # time runs so many times as fast as in the traffic
+    think_s: float | None = (
+        0.0  # closed: a user's pause before whatever it says next; None: before turns, as in the traffic
+    )
 
     def __post_init__(self) -> None:
         for field, value, known in (("maximize", self.maximize, FIGURES), ("arrivals", self.arrivals, ARRIVALS)):
@@ -37,10 +40,13 @@ class Objective:
                 )
         if not 0 < self.pace < math.inf:
             raise UserError("objective.pace", f"{self.pace:g} is no pace", "give a number above 0")
+        if self.think_s is not None and not 0 <= self.think_s < math.inf:
+            raise UserError("objective.think_s", f"{self.think_s:g} s is no pause", "give 0 or more seconds")
 
     def by_loads(self, part: Sequence[RequestShape]) -> bool:
         """Whether a part of the workload is replayed as whole loads, and not step by step."""
-        return self.maximize != "output_tps" or self.arrivals != "closed" or any(shape.turns for shape in part)
+        alone = self.arrivals == "closed" and not self.think_s and not any(shape.turns for shape in part)
+        return self.maximize != "output_tps" or not alone
 
     def worth(self, block: Block | LoadBlock) -> float:
         """The figure to raise: tokens/s, or for ttft one over seconds."""
@@ -56,17 +62,25 @@ class Objective:
         shapes = [fitting(shape, longest) for shape in part]
         count = min(len(shapes), CONVERSATIONS_A_USER * users)
         if self.arrivals == "closed":
-            return Closed(users, tuple(rng.sample(shapes, count)), pace=math.inf)
+            return self._closed(users, rng.sample(shapes, count))
         begin = rng.randrange(len(shapes) - count + 1)
         stretch = shapes[begin : begin + count]
         return Open(
             tuple(dataclasses.replace(s, arrival_s=s.arrival_s - stretch[0].arrival_s) for s in stretch), self.pace
         )
 
+    def _closed(self, users: int, shapes: Sequence[RequestShape]) -> Closed:
+        if self.think_s is None:
+            return Closed(users, tuple(shapes), self.pace)
+        paused = [tuple(dataclasses.replace(turn, think_s=self.think_s) for turn in shape.turns) for shape in shapes]
+        spoken = (dataclasses.replace(shape, turns=turns) for shape, turns in zip(shapes, paused, strict=True))
+        return Closed(users, tuple(spoken), think_s=self.think_s)
+
     def scripted_s(self, part: Sequence[RequestShape], users: int) -> float:
-        """Seconds that the longest replay lasts however fast the engine is: arrivals and pauses; 0 for a closed load."""
+        """Seconds that the longest replay lasts however fast the engine is: arrivals and pauses."""
         if self.arrivals == "closed":
-            return 0.0
+            longest = max(sum(turn.think_s for turn in talk.turns) for talk in self._closed(users, part).conversations)
+            return CONVERSATIONS_A_USER * longest / self.pace + (CONVERSATIONS_A_USER - 1) * (self.think_s or 0.0)
         count = min(len(part), CONVERSATIONS_A_USER * users)
         ends = [shape.arrival_s + sum(turn.think_s for turn in shape.turns) for shape in part]
         longest = max(

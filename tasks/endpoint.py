@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from tideforge.errors import UserError
 
@@ -87,11 +87,25 @@ class Objective(Strict):
         default="output_tps", description="ttft is made less; cost is output_tps on the hardware that the endpoint has"
     )
     arrivals: Literal["closed", "open"] = Field(
-        default="closed", description="workload.users who never pause, or requests and turns when the traffic had them"
+        default="closed",
+        description="workload.users who ask one after the other, or requests and turns when the traffic had them",
     )
-    pace: float = Field(default=1.0, gt=0, lt=math.inf, description="open: so many times as fast as the traffic")
-    ttft_p90_ms: float | None = None
-    tpot_p90_ms: float | None = None
+    pace: float = Field(default=1.0, gt=0, lt=math.inf, description="so many times as fast as the traffic was")
+    think_s: Annotated[float, Field(ge=0, lt=math.inf)] | Literal["traffic"] = Field(
+        default=0.0, description="closed: seconds that a user pauses before it says more, or `traffic`: as in the logs"
+    )
+    ttft_p90_ms: float | None = Field(default=None, gt=0, lt=math.inf)
+    tpot_p90_ms: float | None = Field(default=None, gt=0, lt=math.inf)
+
+    @model_validator(mode="after")
+    def _nothing_that_does_not_count(self) -> Objective:
+        if self.arrivals == "open" and self.think_s != 0:
+            raise ValueError("think_s is of closed arrivals; open ones have the traffic's pauses")
+        if self.arrivals == "closed" and self.think_s != "traffic" and self.pace != 1:
+            raise ValueError(
+                "pace is of open arrivals and of `think_s: traffic`; nothing else is timed as in the traffic"
+            )
+        return self
 
 
 class Drift(Strict):

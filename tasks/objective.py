@@ -19,7 +19,8 @@ def measured(endpoint: Endpoint) -> Objective:
     """On hardware and layout that a night does not change, cost falls as output tokens/s rise."""
     asked = endpoint.objective
     maximize = "output_tps" if asked.maximize == "cost" else asked.maximize
-    return Objective(maximize, asked.arrivals, asked.pace)
+    think_s = None if asked.think_s == "traffic" else float(asked.think_s)
+    return Objective(maximize, asked.arrivals, asked.pace, think_s)
 
 
 def require_short(endpoint: Endpoint, workload: Workload) -> None:
@@ -28,9 +29,12 @@ def require_short(endpoint: Endpoint, workload: Workload) -> None:
     seconds = REPLAYS_A_PASS * max(
         objective.scripted_s(part, workload.users) for part in (workload.search, workload.held_out)
     )
-    if seconds > most_s:
-        raise UserError(
-            f"endpoint {endpoint.name}: objective.pace",
-            f"{objective.pace:g} makes four replays of open arrivals last {seconds:.0f} s, more than budget.trial_s, {most_s:g} s",
-            f"give a pace of {objective.pace * seconds / most_s:.3g} or more",
-        )
+    if seconds <= most_s:
+        return
+    field, remedy = "objective.pace", f"give a pace of {objective.pace * seconds / most_s:.3g} or more"
+    if objective.arrivals == "closed" and objective.think_s is not None:
+        field, remedy = "objective.think_s", f"give {objective.think_s * most_s / seconds:.3g} or less"
+    raise UserError(
+        f"endpoint {endpoint.name}: {field}",
+        f"arrivals and pauses alone make four replays last {seconds:.0f} s, more than budget.trial_s, {most_s:g} s", remedy,
+    )  # fmt: skip

@@ -90,6 +90,13 @@ def test_a_closed_load_keeps_its_users_busy_and_no_more():
     assert sent[:2] == [0.0, 0.0] and sent[2:] == pytest.approx(ends[:5])
 
 
+def test_a_user_thinks_before_its_next_conversation():
+    load = Closed(1, tuple(RequestShape(6, 3) for _ in range(3)), think_s=0.05)
+    found = replies(run_load(spied(load)[0], load, draw_script(load, CORPUS, 3)))
+    assert found[0, 0].sent_s == 0
+    assert [found[n, 0].sent_s for n in (1, 2)] == pytest.approx([found[n, 0].finish_s + 0.05 for n in (0, 1)])
+
+
 def test_an_open_load_does_not_wait_for_answers():
     load = Open(tuple(RequestShape(6, 30) for _ in range(4)))
     side, spy = spied(load)

@@ -51,6 +51,9 @@ def workload_of(shapes: tuple[RequestShape, ...], users: int = 4) -> Workload:
         (Objective("tps_per_user_p90"), ALONE, True),
         (Objective(arrivals="open"), ALONE, True),
         (Objective(), (*ALONE, TALKS[0]), True),
+        (Objective(think_s=0.5), ALONE, True),
+        (Objective(think_s=None), ALONE, False),
+        (Objective(think_s=None), TALKS, True),
     ],
 )
 def test_only_output_tokens_of_single_requests_are_timed_step_by_step(objective, shapes, by_loads, monkeypatch) -> None:
@@ -71,6 +74,8 @@ def test_only_output_tokens_of_single_requests_are_timed_step_by_step(objective,
         ({"arrivals": "late"}, "objective.arrivals: 'late' cannot be measured; choose one of closed, open"),
         ({"pace": 0.0}, "objective.pace: 0 is no pace"),
         ({"pace": math.inf}, "objective.pace: inf is no pace"),
+        ({"think_s": -1.0}, "objective.think_s: -1 s is no pause"),
+        ({"think_s": math.nan}, "objective.think_s: nan s is no pause"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_one_line(asked, named) -> None:
@@ -90,7 +95,14 @@ def test_more_is_better_whatever_the_figure() -> None:
 def test_a_load_is_drawn_from_the_part() -> None:
     closed = Objective("ttft").load_of(TALKS, 3, 512, random.Random(1))
     assert isinstance(closed, Closed) and closed.users == 3 and len(set(closed.conversations)) == 6
-    assert set(closed.conversations) <= set(TALKS) and TALKS[0].turns[0].think_s / closed.pace == 0
+    spoken = {(shape.prompt_tokens, shape.output_tokens) for shape in closed.conversations}
+    assert spoken <= {(shape.prompt_tokens, shape.output_tokens) for shape in TALKS}
+    assert {turn.think_s for shape in closed.conversations for turn in shape.turns} == {0.0} == {closed.think_s}
+    paused = Objective("ttft", think_s=0.5).load_of(TALKS, 3, 512, random.Random(1))
+    assert isinstance(paused, Closed) and paused.think_s == 0.5 and paused.pace == 1
+    assert {turn.think_s for shape in paused.conversations for turn in shape.turns} == {0.5}
+    as_logged = Objective("ttft", "closed", 10.0, None).load_of(TALKS, 3, 512, random.Random(1))
+    assert isinstance(as_logged, Closed) and as_logged.pace == 10 and set(as_logged.conversations) <= set(TALKS)
     stretch = Objective("ttft", "open", 5.0).load_of(ALONE, 3, 512, random.Random(1))
     assert isinstance(stretch, Open) and stretch.pace == 5 and len(stretch.conversations) == 6
     assert [shape.arrival_s for shape in stretch.conversations] == [0.5 * i for i in range(6)]
@@ -99,6 +111,8 @@ def test_a_load_is_drawn_from_the_part() -> None:
 
 def test_seconds_that_no_engine_can_save() -> None:
     assert Objective("ttft").scripted_s(TALKS, 4) == 0
+    assert Objective("ttft", think_s=0.5).scripted_s(TALKS, 4) == pytest.approx(2 * 2 * 0.5 + 0.5)
+    assert Objective("ttft", pace=10.0, think_s=None).scripted_s(TALKS, 4) == pytest.approx(2 * 30 / 10)
     assert Objective("ttft", "open", 2.0).scripted_s(ALONE, 2) == pytest.approx(1.5 / 2)
     assert Objective("ttft", "open").scripted_s(TALKS, 4) == pytest.approx(30.07)
 

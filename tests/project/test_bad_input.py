@@ -179,6 +179,13 @@ ENDPOINTS: dict[str, tuple[Callable[[Callable[..., Path]], Path], str]] = {
         "objective.arrivals: Input should be 'closed' or 'open'",
     ),
     "no pace": (field(objective={"pace": 0}), "objective.pace: Input should be greater than 0"),
+    "a pace of nothing": (
+        field(objective={"pace": 2}),
+        "objective: pace is of open arrivals and of `think_s: traffic`",
+    ),
+    "pauses twice": (field(objective={"arrivals": "open", "think_s": 1}), "objective: think_s is of closed arrivals"),
+    "no pause": (field(objective={"think_s": -1}), "objective.think_s"),
+    "no wait": (field(objective={"ttft_p90_ms": -5}), "objective.ttft_p90_ms: Input should be greater than 0"),
     "wrong type": (field(budget={"search_s": "long"}), "budget.search_s"),
     "unknown hardware": (field(hardware={"name": "h20o-sxm"}), "h20o-sxm"),
     "open quote": (field(launch="tideforge serve --model 'm"), "cannot be split"),

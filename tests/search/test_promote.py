@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tideforge.costmodel.rank import OBJECTIVES
-from tideforge.data.workload import RequestShape, Workload
+from tideforge.data.workload import RequestShape, Turn, Workload
 from tideforge.engine import objective as engine_objective
 from tideforge.engine.archive import read_trials
 from tideforge.engine.doubles import tiny_llama
@@ -210,6 +210,22 @@ def test_open_arrivals_that_outlast_a_trial_are_refused_with_the_pace_that_they_
         require_short(opened[1.0], slow)
     most_s = endpoint.budget.trial_s
     assert str(caught.value).endswith(f"give a pace of {4 * 30 / most_s:.3g} or more") and "120 s" in str(caught.value)
+
+
+def test_pauses_that_outlast_a_trial_are_refused_with_those_that_fit(folder: Path) -> None:
+    endpoint = endpoint_in(folder, layers=2, tier=SLOW)
+    talks = tuple(RequestShape(6, 4, turns=(Turn(3, 3, 60.0),)) for _ in range(8))
+    made = Workload(users=2, search=talks, held_out=talks, corpus=(1,) * 99, profile="p", seed=0)
+    most_s = endpoint.budget.trial_s
+    for asked, field, remedy in (
+        (Objective(think_s=20), "objective.think_s", f"give {most_s / 12:.3g} or less"),
+        (Objective(think_s="traffic"), "objective.pace", f"give a pace of {4 * 2 * 60 / most_s:.3g} or more"),
+    ):
+        with pytest.raises(UserError) as caught:
+            require_short(endpoint.model_copy(update={"objective": asked}), made)
+        assert field in str(caught.value) and str(caught.value).endswith(remedy)
+    for allowed in (Objective(think_s=most_s / 13), Objective(think_s="traffic", pace=4 * 2 * 60 / most_s + 1)):
+        require_short(endpoint.model_copy(update={"objective": allowed}), made)
 
 
 def test_the_tier_is_a_field_of_the_endpoint_file(folder: Path) -> None:
