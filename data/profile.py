@@ -65,6 +65,16 @@ def keep_last(db: duckdb.DuckDBPyConnection, hours: float) -> None:
     )
 
 
+def keep_between(db: duckdb.DuckDBPyConnection, first: float, last: float) -> None:
+    """Of the requests in order of arrival those between two shares of all, 0 to 1; equal arrivals stay together."""
+    db.execute(
+        "DELETE FROM requests WHERE arrival NOT IN (SELECT arrival FROM (SELECT arrival, min(place) AS place FROM ("
+        "SELECT arrival, (row_number() OVER (ORDER BY arrival) - 1) / count(*) OVER () AS place FROM requests) GROUP BY arrival)"
+        " WHERE place >= ? AND place < ?)",
+        [first, last],
+    )
+
+
 def make_profile(db: duckdb.DuckDBPyConnection) -> Profile:
     """Profile of the table `requests`; UserError when it has no rows."""
     closed_days = close_silences(db)

@@ -33,13 +33,20 @@ class Traffic(Strict):
     keep_text: bool = Field(default=False, description="keep prompts and answers in the server's own log")
 
 
+Tokens = Annotated[int, Field(ge=2)]
+
+
 class WorkloadSpec(Strict):
     """How the profile is scaled down to what a trial can replay."""
 
     users: int = Field(default=16, ge=1)
     prompt_tokens: tuple[int, int] = (16, 32)
-    output_tokens: int = Field(default=48, ge=2, description="of a held-out request")
-    search_output_tokens: int = Field(default=8, ge=2, description="of a request in a search trial")
+    output_tokens: Tokens | tuple[Tokens, Tokens] = Field(
+        default=48, description="of a held-out request: all alike, or [least, most]"
+    )
+    search_output_tokens: Tokens | tuple[Tokens, Tokens] = Field(
+        default=8, description="of a request in a search trial"
+    )
     seed: int = 0
 
 

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tideforge.data.files import canonical_json, sha256_bytes
-from tideforge.data.profile import make_profile, open_requests, write_histograms
+from tideforge.data.profile import keep_between, make_profile, open_requests, write_histograms
 from tideforge.data.profile_records import Profile
 from tideforge.data.sample import sample_workload
 from tideforge.data.workload import Workload
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.store import Manifest, Run
 
+EARLIER, LEAST_LATER = 2 / 3, 300  # share of the requests that the search part knows; requests that a profile needs
 HELD_OUT_A_USER = 2  # 8 pairs of blocks of them have to fit into the budget of verification
 
 
@@ -53,8 +54,10 @@ def workload(run: Run, endpoint: Endpoint, corpus_ids: Sequence[int]) -> Manifes
     }
     if manifest := run.done("workload", inputs):
         return manifest
+    earlier, later = halves(run)
     made = sample_workload(
-        read_profile(run),
+        earlier,
+        later=later,
         users=spec.users,
         prompt_tokens=spec.prompt_tokens,
         output_tokens=spec.output_tokens,
@@ -65,6 +68,20 @@ def workload(run: Run, endpoint: Endpoint, corpus_ids: Sequence[int]) -> Manifes
     )
     outputs = {"workload": run.write_bytes("workload", ".json", made.to_json().encode())}
     return run.finish("workload", inputs, outputs, {"notes": list(made.notes)}, started)
+
+
+def halves(run: Run) -> tuple[Profile, Profile | None]:
+    """What the search part of a workload is drawn from, and the traffic after it, which the held-out part is drawn from: so no
+    request is behind both. Of few requests both are drawn from all."""
+    whole = read_profile(run)
+    if whole.requests * (1 - EARLIER) < LEAST_LATER:
+        return whole, None
+    made = []
+    for first, last in ((0.0, EARLIER), (EARLIER, 1.0)):
+        db = open_requests(run.path(run.need("ingest"), "requests"))
+        keep_between(db, first, last)
+        made.append(make_profile(db))
+    return made[0], made[1]
 
 
 def read_workload(run: Run) -> Workload:

@@ -74,6 +74,8 @@ def node(name: str, endpoint_file: Path, state: Path | None, run_id: str, again:
     click.echo(f"{name}: done in {manifest.seconds:.1f} s, {stored}")
     for label, output in manifest.outputs.items():
         click.echo(f"  {label}: {run.folder / output.path}")
+    for note in manifest.extra.get("notes", ()):
+        click.echo(f"  - {note}")
 
 
 def search(run: Run, endpoint: Endpoint) -> Manifest:

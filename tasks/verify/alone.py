@@ -111,10 +111,8 @@ def requests(endpoint: Endpoint) -> tuple[Workload, str]:
         newest = max(made, key=lambda run: run.need("workload").finished)
         return read_workload(newest), f"of run {newest.id}"
     spec = endpoint.workload
-    sizes = [spec.prompt_tokens[index % 2] for index in range(HELD_OUT_A_USER * spec.users)]
-    parts = [
-        tuple(RequestShape(size, tokens) for size in sizes)
-        for tokens in (spec.search_output_tokens, spec.output_tokens)
-    ]
+    places = [index % 2 for index in range(HELD_OUT_A_USER * spec.users)]
+    ranges = [(one, one) if isinstance(one, int) else one for one in (spec.search_output_tokens, spec.output_tokens)]
+    parts = [tuple(RequestShape(spec.prompt_tokens[end], tokens[end]) for end in places) for tokens in ranges]
     text = tuple(corpus_ids(endpoint))
     return Workload(spec.users, parts[0], parts[1], text, "", spec.seed), "no run has any; sizes of the endpoint file"

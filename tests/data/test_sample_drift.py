@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import random
@@ -10,12 +11,14 @@ import pyarrow as pa
 import pytest
 
 from tideforge.data.drift import detect
-from tideforge.data.profile import make_profile, profile_logs
+from tideforge.data.fidelity import fidelity
+from tideforge.data.length_map import LengthMap
+from tideforge.data.profile import keep_between, make_profile, profile_logs
 from tideforge.data.profile_records import Profile, Turns
 from tideforge.data.readers import connect
-from tideforge.data.sample import PromptMap, ks_prompts, sample_workload
+from tideforge.data.sample import sample_workload
 from tideforge.data.schema import REQUESTS_SCHEMA
-from tideforge.data.workload import Turn, Workload
+from tideforge.data.workload import RequestShape, Turn, Workload
 from tideforge.errors import UserError
 
 
@@ -32,18 +35,21 @@ def sample(profile: Profile, **changes: Any) -> Workload:
     return sample_workload(profile, **{**numbers, **changes})
 
 
-def made(lengths: list[tuple[str, int, int]]) -> Profile:
-    """A profile of (region, prompt, output) a second apart."""
+def rows_of(lengths: list[tuple[str, int, int]]) -> list[dict[str, Any]]:
+    """Requests of (region, prompt, output) a second apart."""
     start = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
-    rows = [
+    return [
         {
             "request_id": str(number), "arrival": start + datetime.timedelta(seconds=number),
             "region": region, "prompt_tokens": prompt, "output_tokens": output,
         }
         for number, (region, prompt, output) in enumerate(lengths)
     ]  # fmt: skip
+
+
+def made(lengths: list[tuple[str, int, int]]) -> Profile:
     db = connect()
-    db.register("requests", pa.Table.from_pylist(rows, schema=REQUESTS_SCHEMA))
+    db.register("requests", pa.Table.from_pylist(rows_of(lengths), schema=REQUESTS_SCHEMA))
     return make_profile(db)
 
 
@@ -74,15 +80,73 @@ def test_the_same_seed_gives_the_same_bytes(azure: Profile) -> None:
 
 
 def test_scaling_keeps_order_and_reports_its_distance(azure: Profile) -> None:
-    mapping = PromptMap(29, 4142, 16, 32)
+    mapping = LengthMap(29, 4142, 16, 32)
     scaled = [mapping.scaled(length) for length in range(1, 20000, 7)]
     assert scaled == sorted(scaled) and (scaled[0], scaled[-1]) == (16, 32)
     assert mapping.original(16) == pytest.approx(29) and mapping.original(32) == pytest.approx(4142)
-    large = [shape.prompt_tokens for shape in sample(azure, held_out_requests=4000).held_out]
-    assert ks_prompts(azure, mapping, large) < 0.02
-    assert ks_prompts(azure, mapping, [16] * 100) > 0.9
+    same = LengthMap(1, 1000, 48, 48)
+    large = sample(azure, held_out_requests=4000).held_out
+    near = fidelity(azure.joint, mapping, same, large)
+    assert near.prompt < 0.02 and near.output < 1e-9 and near.joint == pytest.approx(near.prompt)
+    assert fidelity(azure.joint, mapping, same, [RequestShape(16, 48)] * 100).prompt > 0.9
     text = " ".join(sample(azure).notes)
     assert "KS distance" in text and "29 to 4142" in text and "rank correlation" in text
+
+
+def test_output_lengths_are_drawn_with_the_prompts(azure: Profile) -> None:
+    """Halves of the requests have long prompts and short answers, or the other way round: each marginal alone would fit."""
+    crossed = made([("eu", 2000, 10), ("eu", 40, 400)] * 100)
+    found = sample(crossed, output_tokens=(4, 40)).held_out
+    assert {(shape.prompt_tokens > 24, shape.output_tokens > 20) for shape in found} == {(True, False), (False, True)}
+    maps = LengthMap(40, 2000, 16, 32), LengthMap(10, 400, 4, 40)
+    near = fidelity(crossed.joint, *maps, found)
+    assert near.prompt < 0.1 and near.output < 0.1 and near.joint < 0.1
+    outputs = [shape.output_tokens for shape in found]
+    apart = [dataclasses.replace(one, output_tokens=n) for one, n in zip(found, sorted(outputs), strict=True)]
+    shuffled = fidelity(crossed.joint, *maps, apart)
+    assert shuffled.output == near.output and shuffled.joint > 0.2, "only the joint distribution tells them apart"
+    wide = sample(azure, output_tokens=(4, 40), held_out_requests=4000)
+    maps = (
+        LengthMap(azure.prompt.quantiles["p1"], azure.prompt.quantiles["p99"], 16, 32),
+        LengthMap(azure.output.quantiles["p1"], azure.output.quantiles["p99"], 4, 40),
+    )
+    assert fidelity(azure.joint, *maps, wide.held_out).joint < 0.03
+    assert "held out: output lengths" in " ".join(wide.notes)
+
+
+def test_bad_ranges_of_outputs_are_named(azure: Profile) -> None:
+    with pytest.raises(UserError, match=r"workload\.output_tokens: 9 to 4 is not a range"):
+        sample(azure, output_tokens=(9, 4))
+    with pytest.raises(UserError, match=r"workload\.search_output_tokens: 1 to 1"):
+        sample(azure, search_output_tokens=1)
+
+
+def test_arrivals_are_as_bursty_as_the_profiles(azure: Profile) -> None:
+    for variation in (0.2, 1.0, 3.0):
+        changed = azure.arrivals.model_copy(update={"gap_cv": variation, "mean_per_s": 2.0})
+        shapes = sample(azure.model_copy(update={"arrivals": changed}), held_out_requests=20_000).held_out
+        near = fidelity(azure.joint, LengthMap(29, 4142, 16, 32), LengthMap(1, 999, 48, 48), shapes)
+        assert near.gap_cv == pytest.approx(variation, rel=0.06)
+        assert shapes[-1].arrival_s == pytest.approx(10_000, rel=0.08)
+
+
+def test_the_held_out_part_is_of_later_traffic() -> None:
+    early, late = made(lognormal(0, 600)), made(lognormal(1, 600, prompt=3000))
+    parts = sample(early, later=late)
+    middle = [sorted(shape.prompt_tokens for shape in part)[len(part) // 2] for part in (parts.search, parts.held_out)]
+    assert middle[1] > middle[0] + 3
+    assert "the search part is drawn from the 600 earlier requests" in " ".join(parts.notes)
+
+
+def test_requests_between_two_shares_of_all() -> None:
+    counts = []
+    for first, last in ((0.0, 2 / 3), (2 / 3, 1.0)):
+        db = connect()
+        db.register("source", pa.Table.from_pylist(rows_of(lognormal(0, 30)), schema=REQUESTS_SCHEMA))
+        db.execute("CREATE TABLE requests AS SELECT * FROM source")
+        keep_between(db, first, last)
+        counts.append([int(n) for (n,) in db.execute("SELECT request_id FROM requests ORDER BY arrival").fetchall()])
+    assert counts == [list(range(20)), list(range(20, 30))]
 
 
 def test_one_length_only_can_be_scaled(azure: Profile) -> None:
