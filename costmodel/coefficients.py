@@ -1,54 +1,76 @@
-"""What the price takes from neither data sheet nor model: shares of peak, latencies, fixed costs. Each says where it is from."""
+"""What the price takes from neither data sheet nor model: shares of peak, latencies, fixed costs. data/coefficients.json has
+them, each with where it is from; `fit.py` writes those that are fitted."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from importlib import resources
+from typing import Any
 
-# Relative uncertainty of a term by where it comes from: repeats of one measured layout differ by 2 to 16 %, kernels reach
-# 65 to 95 % of data sheet bandwidth, and guesses are off by up to a factor of two.
-UNCERTAINTY = {"measured": 0.05, "spec-sheet": 0.15, "guessed": 0.5}
-# Half of the predicted tokens/s of 1,942 measured layouts on GPUs lie within this of the measurement: docs/log.md, by evaluate.py.
-# The terms' own uncertainties say which layouts can be told apart; added up they would promise far more than this.
-TYPICAL_ERROR = 0.33
+MEASURED, FITTED, SPEC_SHEET, GUESSED = "measured", "fitted", "spec-sheet", "guessed"
+# Relative uncertainty of a term by where it comes from: repeats of one measured layout differ by 2 to 16 %, coefficients fitted
+# to other machines' layouts move by a fifth from fold to fold, kernels reach 65 to 95 % of data sheet bandwidth, and guesses are
+# off by up to a factor of two.
+UNCERTAINTY = {MEASURED: 0.05, FITTED: 0.1, SPEC_SHEET: 0.15, GUESSED: 0.5}
+# Half of the predicted tokens/s of 1,942 measured layouts on GPUs, each family by a fit that never saw it, lie within this of the
+# measurement: docs/log.md, by evaluate.py. The terms' own uncertainties say which layouts can be told apart.
+TYPICAL_ERROR = 0.1
 TIE = 0.05  # gaps below this are within the noise of a measurement
+FILE = "coefficients.json"
+
+
+def stored() -> dict[str, Any]:
+    """`coefficients` by name: value, tag (fitted or guessed), source; and the accelerators that some were `fitted_on`."""
+    return json.loads((resources.files("tideforge.data") / FILE).read_text())  # type: ignore[no-any-return]
+
+
+STORED = stored()["coefficients"]
+FITTED_ON = frozenset(stored()["fitted_on"])
+
+
+def _default(name: str) -> float:
+    return dataclasses.field(default=float(STORED[name]["value"]))  # type: ignore[no-any-return]
 
 
 @dataclasses.dataclass(frozen=True)
 class Coefficients:
-    """The few numbers beside data sheets. Nothing here is fitted to layouts; `sources` says where each is from.
+    """Shares are of a data sheet's rate, 0 to 1; `_s` are seconds. A calibration replaces values and adds their names to
+    `measured`."""
 
-    A calibration replaces values and adds their names to `measured`.
-    """
-
-    read_share: float = 0.8
-    flops_share: float = 0.7
-    link_share: float = 0.7
-    link_latency_s: float = 8e-6
-    node_latency_s: float = 25e-6
-    layer_s: float = 8e-6
-    step_s: float = 500e-6
-    request_s: float = 4.4e-6
-    expert_imbalance: float = 0.15
-    pipeline_loss: float = 0.5
-    reserve_bytes: float = 3.5 * 2**30
-    collective_bytes: float = 367e6
+    read_share: float = _default("read_share")
+    kv_read_share: float = _default("kv_read_share")
+    expert_read_share: float = _default("expert_read_share")
+    flops_share: float = _default("flops_share")
+    expert_flops_share: float = _default("expert_flops_share")
+    link_share: float = _default("link_share")
+    link_latency_s: float = _default("link_latency_s")  # a collective
+    link_hop_s: float = _default("link_hop_s")  # more for each GPU that it reaches
+    node_latency_s: float = _default("node_latency_s")
+    layer_s: float = _default("layer_s")
+    moe_layer_s: float = _default("moe_layer_s")  # more for a layer with experts
+    ep_layer_s: float = _default("ep_layer_s")  # and more where they are spread over GPUs whole
+    step_s: float = _default("step_s")
+    request_s: float = _default("request_s")  # a step and sequence
+    prompt_s: float = _default("prompt_s")  # a prompt
+    stream_passes: float = _default("stream_passes")  # over the hidden vectors, a layer
+    expert_stream_passes: float = _default("expert_stream_passes")
+    expert_skew: float = _default("expert_skew")  # exponent of the experts' popularity
+    expert_imbalance: float = _default("expert_imbalance")  # share of what chance alone makes the fullest group
+    pipeline_loss: float = _default("pipeline_loss")
+    reserve_bytes: float = _default("reserve_bytes")
+    collective_bytes: float = _default("collective_bytes")
     measured: frozenset[str] = frozenset()
 
-    def tag(self, name: str) -> str:
-        return "measured" if name in self.measured else "guessed"
+    def tag(self, name: str, machine: str) -> str:
+        """What is fitted to other accelerators is a guess for this one."""
+        if name in self.measured:
+            return MEASURED
+        return GUESSED if machine not in FITTED_ON else str(STORED[name]["tag"])
+
+    @staticmethod
+    def doubt(tag: str) -> float:
+        return UNCERTAINTY[tag]
 
 
-SOURCES = {
-    "read_share": "aiconfigurator systems/*.yaml: mem_bw_empirical_scaling_factor 0.8",
-    "flops_share": "guess: large matrix products reach 60 to 80 % of the dense peak",
-    "link_share": "guess: bus bandwidth of NCCL's all-reduce on NVLink is 70 to 80 % of the link",
-    "link_latency_s": "guess: a one-shot all-reduce inside a graph takes 5 to 10 us",
-    "node_latency_s": "guess: two p2p latencies of 10 us (aiconfigurator) and a local step",
-    "layer_s": "1.3 us an empty kernel in a graph (65 in 84 us, read on an H200) times about 6 unfused kernels",
-    "step_s": "guess: scheduler, sampling and detokenising of one step",
-    "request_s": "published fit of BLIS on H100 with vLLM: 4.4 us a request and step",
-    "expert_imbalance": "guess: hottest expert group above the mean at large batches, over and above chance",
-    "pipeline_loss": "guess: pipelines are measured at 37 to 70 % of tensor parallel on NVLink; 0.5 costs pp 8 a third",
-    "reserve_bytes": "aiconfigurator systems/*.yaml: other_mem 3.5 GiB (context, graphs, workspaces)",
-    "collective_bytes": "aiconfigurator systems/*.yaml: nccl_mem 342 to 392 MB",
-}
+SOURCES = {name: str(entry["source"]) for name, entry in STORED.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from tideforge.costmodel.memory import Limits, Memory, kv_slots, memory_of
-from tideforge.costmodel.passes import Load, Setting, Term, price
+from tideforge.costmodel.passes import Load, Setting, Term, Work, price, work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +59,51 @@ class Prediction:
         return sum(term.seconds for term in self.terms)
 
 
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """What a round of a closed load is made of: each of `batch` requests a rank gets its prompt and its steps."""
+
+    decode_load: Load
+    prefill_load: Load
+    decode_steps: float
+    prompts: float  # that come in during one request, its own among them
+    batch: float  # requests in flight a rank
+    waiting: float  # users a rank
+    ranks: float  # that have anything to do
+    slots: float  # sequences that fit a rank
+    setting: Setting
+    tokens_a_round: float  # output tokens of all ranks, a GPU
+
+    @property
+    def decode(self) -> Work:
+        return work(self.setting, self.decode_load)
+
+    @property
+    def prefill(self) -> Work:
+        return work(self.setting, self.prefill_load)
+
+
+def passes_of(s: Setting, traffic: Traffic, limits: Limits, memory: Memory | None = None) -> Passes:
+    layout = s.layout
+    memory = memory or memory_of(layout, s.shape, s.hardware, s.precision, limits, s.co)
+    slots = max(1.0, min(kv_slots(layout, s.shape, s.precision, limits, memory, traffic.full), limits.max_num_seqs))
+    ranks = min(layout.ranks, traffic.users)
+    waiting = max(1.0, traffic.users / layout.ranks)
+    batch = min(waiting, slots)
+    return Passes(
+        decode_load=Load.decode(max(1.0, batch / layout.pp), traffic.context),
+        prefill_load=Load.prefill(traffic.prompt_tokens),
+        decode_steps=max(traffic.output_tokens - 1, 0.0),
+        prompts=1 + (batch - 1) / layout.pp,
+        batch=batch,
+        waiting=waiting,
+        ranks=ranks,
+        slots=slots,
+        setting=s,
+        tokens_a_round=batch * ranks * traffic.output_tokens / layout.gpus,
+    )
+
+
 def predict(s: Setting, traffic: Traffic, limits: Limits) -> Prediction:
     """A closed load: every user asks again at once. Users beyond the KV slots wait and do not slow the others down.
 
@@ -66,33 +111,27 @@ def predict(s: Setting, traffic: Traffic, limits: Limits) -> Prediction:
     """
     layout = s.layout
     memory = memory_of(layout, s.shape, s.hardware, s.precision, limits, s.co)
-    slots = max(1.0, min(kv_slots(layout, s.shape, s.precision, limits, memory, traffic.full), limits.max_num_seqs))
-    ranks = min(layout.ranks, traffic.users)  # ranks that have anything to do
-    waiting = max(1.0, traffic.users / layout.ranks)
-    batch = min(waiting, slots)
-    decode = price(s, Load.decode(max(1.0, batch / layout.pp), traffic.context))
-    prefill = price(s, Load.prefill(traffic.prompt_tokens))
+    p = passes_of(s, traffic, limits, memory)
+    decode, prefill = price(s, p.decode_load), price(s, p.prefill_load)
     step_s, prompt_s = (sum(term.seconds for term in terms) for terms in (decode, prefill))
-    decode_steps = max(traffic.output_tokens - 1, 0.0)
     # one user's request: its own prompt, its steps, and the prompts of the others that come in between
-    prompts = 1 + (batch - 1) / layout.pp
-    served_s = prompts * prompt_s + decode_steps * step_s
-    queue_s = served_s * (waiting / batch - 1)
-    busy = min(0.9, prompts * prompt_s / served_s)
-    others_s = (prompts - 1) * prompt_s
+    served_s = p.prompts * prompt_s + p.decode_steps * step_s
+    queue_s = served_s * (p.waiting / p.batch - 1)
+    busy = min(0.9, p.prompts * prompt_s / served_s)
+    others_s = (p.prompts - 1) * prompt_s
     ttft_s = prompt_s + step_s / 2 + min(others_s, prompt_s * busy / (2 * (1 - busy))) + queue_s
-    per_request = 1 / (batch * ranks)
-    terms = [term.times(decode_steps * per_request, "decode: ") for term in decode]
-    terms += [term.times(prompts * per_request, "prefill: ") for term in prefill]
-    per_token_s = step_s + (others_s / decode_steps if decode_steps else 0.0)
+    per_request = 1 / (p.batch * p.ranks)
+    terms = [term.times(p.decode_steps * per_request, "decode: ") for term in decode]
+    terms += [term.times(p.prompts * per_request, "prefill: ") for term in prefill]
+    per_token_s = step_s + (others_s / p.decode_steps if p.decode_steps else 0.0)
     return Prediction(
-        output_tokens_per_s=batch * ranks * traffic.output_tokens / served_s,
+        output_tokens_per_s=p.batch * p.ranks * traffic.output_tokens / served_s,
         gpus=layout.gpus,
         tokens_per_s_per_user=traffic.output_tokens / (served_s + queue_s),
         ttft_ms=ttft_s * 1e3,
         tpot_ms=per_token_s * 1e3,
         queue_ms=queue_s * 1e3,
-        slots=slots * layout.ranks,
+        slots=p.slots * layout.ranks,
         memory=memory,
         terms=tuple(term for term in terms if term.seconds > 0),
     )

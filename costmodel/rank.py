@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tideforge.costmodel import launch as launching
-from tideforge.costmodel.coefficients import TIE, TYPICAL_ERROR, UNCERTAINTY, Coefficients
+from tideforge.costmodel.coefficients import FITTED_ON, TIE, TYPICAL_ERROR, UNCERTAINTY, Coefficients
 from tideforge.costmodel.hardware import Hardware
 from tideforge.costmodel.launch import LaunchCommand
 from tideforge.costmodel.layouts import Layout, Refusal, enumerate_layouts, refusal
@@ -198,6 +198,8 @@ def tie(maximize: str, best: Prediction, other: Prediction) -> bool:
 
 def _notes(q: Question, limits: Limits, now: Layout) -> list[str]:
     notes = [f"a roofline: {q.hardware.source}; nothing was measured on this machine"]
+    if q.hardware.name in FITTED_ON:
+        notes.append("efficiencies and latencies are fitted to public measurements of vLLM, SGLang and TensorRT-LLM")
     notes += [f"{q.shape.name}: {text}" for text in q.shape.assumed]
     if q.hardware.guessed:
         notes.append(f"guessed for {q.hardware.name}: {', '.join(q.hardware.guessed)}")

@@ -15,6 +15,7 @@ from tideforge.errors import TideforgeError, UserError
 # name -> (module in flows/commands, attribute, one line for the overview)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "rank": ("rank", "rank", "rank parallel layouts for a model, hardware and traffic"),
+    "evaluate-ranking": ("rank", "evaluate_ranking", "score the cost model against measured layouts"),
     "ingest": ("traffic", "ingest", "check traffic logs against the schema and store them as Parquet"),
     "profile": ("traffic", "profile", "make or show the profile of a traffic log"),
     "serve": ("serve", "serve", "serve an endpoint over an OpenAI-compatible HTTP API"),

@@ -20,6 +20,7 @@ from tideforge.engine.random_shapes import SHAPES
 
 DTYPE, PRECISION = "bfloat16", "bf16"
 LARGE = "qwen3-30b-a3b"
+EVEN = Coefficients(expert_skew=0.0)  # whose router spreads evenly
 SAVED = 0.2  # of the experts' reads, by an imagined candidate
 REPORTED = (
     1.13,
@@ -59,7 +60,7 @@ class Model:
 
     def terms(self, tokens: int, experts: float) -> dict[str, float]:
         """The cost model's seconds of a decode step by name, with `experts` a layer in place of its evenly spreading router."""
-        setting = Setting(Layout(), self.shape, self.hardware, Precision(*(PRECISION,) * 3), Coefficients())
+        setting = Setting(Layout(), self.shape, self.hardware, Precision(*(PRECISION,) * 3), EVEN)
         terms = price(setting, Load.decode(tokens, self.context))
         share = experts / self.even(tokens)
         return {term.name: term.seconds * (share if term.name == "experts read" else 1.0) for term in terms}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tideforge.costmodel.folds import FOLDS, FOLDS_HELP
 from tideforge.errors import UserError
 
 if TYPE_CHECKING:
@@ -200,3 +201,20 @@ def _rejected(answer: Ranking) -> None:
     for entry in answer.rejected:
         if entry.current:
             click.echo(f"the launch command's own layout {entry.layout} is refused: {entry.reason}")
+
+
+@click.command("evaluate-ranking")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--folds", type=click.Choice(FOLDS), help=FOLDS_HELP)
+@click.option("--json", "as_json", is_flag=True, help="Only the last line.")
+def evaluate_ranking(file: Path, folds: str | None, as_json: bool) -> None:
+    """Score the cost model against measured layouts: a CSV with one row a layout, in groups of the same traffic.
+
+    Near: the pick is within 5 % of the best measured layout. The last line is JSON.
+
+    \b
+    tideforge evaluate-ranking measured.csv --folds family
+    """
+    from tideforge.costmodel.evaluate import run
+
+    run(file, folds, as_json)

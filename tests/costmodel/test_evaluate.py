@@ -32,7 +32,8 @@ def test_the_last_line_is_json(tmp_path: Path, capsys: pytest.CaptureFixture[str
     path.write_text("\n".join([HEADER, *rows]) + "\n")
     assert main([str(path)]) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert last == {"groups": 1, "near": 1.0, "top1": 1.0, "mean_loss": 0.0, "pairs": 1.0}
+    whole = {"groups": 1, "near": 1.0, "top1": 1.0, "mean_loss": 0.0, "pairs": 1.0, "p90_loss": 0.0, "n_pairs": 3}
+    assert last == {"folds": None, **whole}
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_terms_add_up_to_the_price(case: tuple[Setting, Traffic]):
     s, traffic = case
     found = tokens_per_s(s, traffic)
     assert traffic.output_tokens / found.request_s == pytest.approx(found.output_tokens_per_s, rel=1e-6)
-    assert {term.tag for term in found.terms} <= {"measured", "spec-sheet", "guessed"}
+    assert {term.tag for term in found.terms} <= {"measured", "fitted", "spec-sheet", "guessed"}
     assert found.binding in found.terms
 
 

@@ -186,7 +186,8 @@ def test_bytes_of_a_step_begin_at_the_floor_of_one_token(large: cost.Model) -> N
 def test_only_the_experts_of_a_step_cost_other_seconds(large: cost.Model) -> None:
     even_, half = (large.terms(16, large.even(16) * share) for share in (1.0, 0.5))
     assert half.pop("experts read") == pytest.approx(even_.pop("experts read") / 2)
-    assert half == even_ and "arithmetic beyond reads" not in even_  # else fewer reads would lay arithmetic bare
+    beyond = even_.pop("arithmetic beyond reads"), half.pop("arithmetic beyond reads")
+    assert half == even_ and max(beyond) < 0.001 * sum(even_.values())  # else fewer reads would lay arithmetic bare
 
 
 def test_a_trial_is_misled_as_far_as_experts_matter(large: cost.Model) -> None:

@@ -42,6 +42,17 @@ def test_commands_about_one_thing_take_the_same_options() -> None:
     assert {name for name in with_endpoint if "--state" not in options(name)} == makes_it | needs_none
     signs = {"approve", "reject", "code", "rollback"}
     assert {name for name in COMMANDS if "--who" in options(name)} == signs
-    lists = {"rank", "ingest", "profile", "node", "verify", "report", "approver", "releases", "weights"}
+    lists = {
+        "rank",
+        "evaluate-ranking",
+        "ingest",
+        "profile",
+        "node",
+        "verify",
+        "report",
+        "approver",
+        "releases",
+        "weights",
+    }
     assert {name for name in COMMANDS if "--json" in options(name)} == lists
     assert {name for name in COMMANDS if "--local" in options(name)} == {"recompile", "watch"}
