@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from tideforge.costmodel.memory import Limits, Memory, kv_slots, memory_of
 from tideforge.costmodel.passes import Load, Setting, Term, Work, price, work
@@ -10,13 +11,17 @@ from tideforge.costmodel.passes import Load, Setting, Term, Work, price, work
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What a profile says of the load. `users` are requests in flight, all servers together."""
+    """What a profile says of the load. `users` are requests in flight, all servers together. `prompt_tokens` and
+    `output_tokens` are means; `prompts` says how prompts spread around theirs, and `decode_context` where decoding happens,
+    which is mostly behind long prompts and in long answers."""
 
     prompt_tokens: float
     output_tokens: float
     users: float
     longest_tokens: float = 0.0  # prompt and output that must fit, e.g. a high quantile; 0: the mean
     source: str = "given"
+    prompts: tuple[tuple[float, float], ...] = ()  # share of the requests, tokens; (): all are alike
+    decode_context: float = 0.0  # mean over decoded tokens; 0: of a request of mean lengths
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.output_tokens < 1 or self.users <= 0:
@@ -25,7 +30,7 @@ class Traffic:
     @property
     def context(self) -> float:
         """Mean context of a decoding sequence."""
-        return self.prompt_tokens + self.output_tokens / 2
+        return self.decode_context or self.prompt_tokens + self.output_tokens / 2
 
     @property
     def full(self) -> float:
@@ -64,7 +69,7 @@ class Passes:
     """What a round of a closed load is made of: each of `batch` requests a rank gets its prompt and its steps."""
 
     decode_load: Load
-    prefill_load: Load
+    prefill_loads: tuple[tuple[float, Load], ...]  # share of the prompts, their pass
     decode_steps: float
     prompts: float  # that come in during one request, its own among them
     batch: float  # requests in flight a rank
@@ -80,7 +85,9 @@ class Passes:
 
     @property
     def prefill(self) -> Work:
-        return work(self.setting, self.prefill_load)
+        """Where all prompts are alike."""
+        ((_, load),) = self.prefill_loads
+        return work(self.setting, load)
 
 
 def passes_of(s: Setting, traffic: Traffic, limits: Limits, memory: Memory | None = None) -> Passes:
@@ -92,7 +99,9 @@ def passes_of(s: Setting, traffic: Traffic, limits: Limits, memory: Memory | Non
     batch = min(waiting, slots)
     return Passes(
         decode_load=Load.decode(max(1.0, batch / layout.pp), traffic.context),
-        prefill_load=Load.prefill(traffic.prompt_tokens),
+        prefill_loads=tuple(
+            (share, Load.prefill(tokens)) for share, tokens in traffic.prompts or ((1.0, traffic.prompt_tokens),)
+        ),
         decode_steps=max(traffic.output_tokens - 1, 0.0),
         prompts=1 + (batch - 1) / layout.pp,
         batch=batch,
@@ -104,6 +113,16 @@ def passes_of(s: Setting, traffic: Traffic, limits: Limits, memory: Memory | Non
     )
 
 
+def mean_terms(parts: Sequence[tuple[float, Sequence[Term]]]) -> list[Term]:
+    """Of passes that each make up a share."""
+    found: dict[str, Term] = {}
+    for share, terms in parts:
+        for term in terms:
+            before = found[term.name].seconds if term.name in found else 0.0
+            found[term.name] = dataclasses.replace(term, seconds=before + share * term.seconds)
+    return list(found.values())
+
+
 def predict(s: Setting, traffic: Traffic, limits: Limits) -> Prediction:
     """A closed load: every user asks again at once. Users beyond the KV slots wait and do not slow the others down.
 
@@ -112,7 +131,7 @@ def predict(s: Setting, traffic: Traffic, limits: Limits) -> Prediction:
     layout = s.layout
     memory = memory_of(layout, s.shape, s.hardware, s.precision, limits, s.co)
     p = passes_of(s, traffic, limits, memory)
-    decode, prefill = price(s, p.decode_load), price(s, p.prefill_load)
+    decode, prefill = price(s, p.decode_load), mean_terms([(share, price(s, load)) for share, load in p.prefill_loads])
     step_s, prompt_s = (sum(term.seconds for term in terms) for terms in (decode, prefill))
     # one user's request: its own prompt, its steps, and the prompts of the others that come in between
     served_s = p.prompts * prompt_s + p.decode_steps * step_s

@@ -1,5 +1,6 @@
 """`tideforge rank` and the node: from files, without torch, with errors as one line."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -10,15 +11,18 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from tideforge.costmodel.predict import Traffic
+from tideforge.costmodel.question import question
+from tideforge.costmodel.rank import rank
 from tideforge.data.logs import find_logs
-from tideforge.data.profile import make_profile
+from tideforge.data.profile import make_profile, profile_logs
 from tideforge.data.readers import read_logs
 from tideforge.errors import UserError
 from tideforge.flows.cli import main
 from tideforge.flows.commands.rank import rank as command
 from tideforge.tasks.endpoint import Endpoint
+from tideforge.tasks.rank import middle, traffic_of
 from tideforge.tasks.rank import rank as node
-from tideforge.tasks.rank import traffic_of
 from tideforge.tasks.store import Run
 
 LOG = "sample:azure_conv_2023"
@@ -132,3 +136,36 @@ def test_traffic_of_a_profile():
     made = make_profile(read_logs(find_logs([LOG])).db)
     traffic = traffic_of(made)
     assert traffic.prompt_tokens == made.prompt.mean and traffic.longest_tokens >= made.context.mean
+
+
+def test_a_profile_of_one_length_is_priced_as_that_length():
+    one = Traffic(1000, 100, 8)
+    same = dataclasses.replace(one, prompts=((0.25, 1000.0), (0.75, 1000.0)), decode_context=one.context)
+    predictions = [
+        ranked.prediction
+        for traffic in (one, same)
+        for ranked in rank(question("vllm serve m", "Qwen3-8B", "h200", 2, 1, traffic)).ranked[:1]
+    ]
+    assert predictions[0].output_tokens_per_s == pytest.approx(predictions[1].output_tokens_per_s)
+    assert predictions[0].ttft_ms == pytest.approx(predictions[1].ttft_ms)
+
+
+def test_the_joint_distribution_counts_and_not_its_means_alone():
+    """Half the prompts are long. Where the long ones have the long answers, most tokens are decoded behind a long context."""
+    groups = {}
+    for name, cells in {"together": ((20, 20, 50), (60, 40, 50)), "crossed": ((20, 40, 50), (60, 20, 50))}.items():
+        prompt, output = (sum(middle(cell[at]) * cell[2] for cell in cells) / 100 for at in (0, 1))
+        base = profile_logs(["sample:azure_conv_2023"])
+        made = base.model_copy(
+            update={
+                "joint": cells,
+                "prompt": base.prompt.model_copy(update={"mean": prompt}),
+                "output": base.output.model_copy(update={"mean": output}),
+            }
+        )
+        groups[name] = traffic_of(made)
+    together, crossed = groups["together"], groups["crossed"]
+    assert (together.prompt_tokens, together.output_tokens) == (crossed.prompt_tokens, crossed.output_tokens)
+    assert together.prompts == crossed.prompts and sum(share for share, _ in together.prompts) == pytest.approx(1)
+    assert together.decode_context > 10 * crossed.decode_context
+    assert sum(share * tokens for share, tokens in crossed.prompts) == pytest.approx(crossed.prompt_tokens)
