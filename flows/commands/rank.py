@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
@@ -47,6 +48,11 @@ if TYPE_CHECKING:
 @click.option("--tpot-limit-ms", type=click.FloatRange(min=0, min_open=True))
 @click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="Layouts in the table.")
 @click.option(
+    "--explain",
+    is_flag=True,
+    help="Also where the winner changes with the load, what longer prompts do, and the Pareto front.",
+)
+@click.option(
     "--json", "as_json", is_flag=True, help="Print everything as JSON: all layouts, terms with tags, reasons."
 )
 def rank(
@@ -64,12 +70,13 @@ def rank(
     ttft_limit_ms: float | None,
     tpot_limit_ms: float | None,
     top: int,
+    explain: bool,
     as_json: bool,
 ) -> None:
     """Rank parallel layouts for a model, hardware and traffic.
 
     Every legal layout with predicted tokens/s, memory and launch command, every other with its reason. The prediction is
-    a roofline from data sheets: each term says whether it is measured, from a spec sheet or guessed, and layouts that
+    a sum of terms: each says whether it is measured, fitted, from a spec sheet or guessed, and layouts that
     the model cannot tell apart are shown as ties.
 
     \b
@@ -78,6 +85,7 @@ def rank(
     tideforge rank --launch 'vllm serve m' --config m/config.json --hardware b200 --gpus 16 --nodes 2 --log 'logs/*.parquet'
     """
     from tideforge.costmodel import rank as ranking
+    from tideforge.costmodel.explain import explained, lines
     from tideforge.costmodel.misspelt import not_understood
     from tideforge.costmodel.question import question
 
@@ -98,10 +106,14 @@ def rank(
     unread = not_understood(asked.command)
     for name, near in unread.items():
         click.echo(f"tideforge: unknown flag {name}, did you mean {near}?", err=True)
+    why = explained(answer) if explain else None
     if as_json:
-        click.echo(json.dumps(ranking.to_dict(answer)))
+        more = {"explained": dataclasses.asdict(why)} if why else {}
+        click.echo(json.dumps({**ranking.to_dict(answer), **more}))
     else:
         _show(answer, top)
+        for line in lines(why) if why else ():
+            click.echo(line)
         if unread:
             click.echo(f"not understood in the launch command, and kept as they are: {', '.join(unread)}")
 
@@ -113,8 +125,6 @@ def _given(prompt_tokens: float, output_tokens: float, users: float) -> Traffic:
 
 
 def _of_logs(logs: tuple[str, ...], users: float | None) -> Traffic:
-    import dataclasses
-
     from tideforge.data.profile import profile_logs
     from tideforge.tasks.rank import traffic_of
 
