@@ -10,13 +10,15 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tideforge.errors import UserError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+
+T = TypeVar("T")
 
 
 def canonical_json(value: Any) -> bytes:
@@ -31,6 +33,23 @@ def sha256_bytes(raw: bytes) -> str:
 def sha256_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_json(path: Path, make: Callable[[Any], T], remedy: str) -> T:
+    """A JSON file of the state folder as `make` makes it. UserError with the remedy where it is truncated or holds something else.
+
+    A file that is absent or may not be read stays an OSError.
+    """
+    try:
+        return make(json.loads(path.read_bytes()))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, IsADirectoryError) as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(str(path), f"is damaged ({said[:200]})", remedy) from error
+
+
+def set_aside(path: Path) -> Path:
+    """Renames what cannot be read, so that nobody tries again and a person can look at it; the new name."""
+    return path.rename(path.with_name(f"{path.name}.damaged"))
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ class EngineClient:
         self.path, self.patience_s = Path(path), patience_s
 
     def submit(self, forward: Forward, tier: str = "slow", submitter: str = "") -> str:
-        """Queues a forward; the trial's id. The same forward on the same tier is the same trial."""
+        """Queues a forward; the trial's id. The same forward on the same tier is the same trial while the setting is the same."""
         request = {"type": "submit", "files": dict(forward.files), "tier": tier, "submitter": submitter}
         return str(self._call(request)["id"])
 
@@ -43,6 +43,7 @@ class EngineClient:
         return Trial.from_json(self._call({"type": "trial", "id": name})["trial"])
 
     def trials(self) -> list[Trial]:
+        """Of the setting that the engine runs under."""
         return [Trial.from_json(text) for text in self._call({"type": "trials"})["trials"]]
 
     def wait(self, name: str, timeout_s: float) -> Trial:

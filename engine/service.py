@@ -28,6 +28,7 @@ from tideforge.engine.forward import Forward
 from tideforge.engine.lane import Lane
 from tideforge.engine.outcome import Trial
 from tideforge.engine.service_config import ServiceConfig
+from tideforge.engine.setting import Setting
 from tideforge.engine.trial_queue import TrialQueue
 from tideforge.errors import CandidateError, PeerGone, ProtocolError
 
@@ -41,12 +42,14 @@ class Service:
 
     def __init__(self, config: ServiceConfig) -> None:
         self.config, self.night = config, config.night
-        self.queue = TrialQueue(self.night, config.settings.state / "forwards")
+        self.setting = Setting.of(config)
+        self.queue = TrialQueue(self.night, config.settings.state / "forwards", self.setting.id)
         self.incumbent: Forward | None = None  # once a lane is ready
 
     def run(self) -> None:
         """Until it is stopped. A lane that ends early is logged and the others go on; raises when the last one does."""
-        log_event(self.night, "service_start", waiting=len(self.queue.archive.waiting))
+        self.setting.write(self.night)
+        log_event(self.night, "service_start", waiting=len(self.queue.archive.waiting), setting=self.setting.id)
         state = self.config.settings.state
         with listen(state / SOCKET) as agents, listen(state / CONTROL) as control:
             for listener, answer in ((agents, self.answer), (control, self.control)):
@@ -108,7 +111,7 @@ class Service:
             return {"type": "trial", "trial": self._wait(request["id"], float(request["timeout_s"])).to_json()}
         if kind == "trials":
             with self.queue.changed:
-                return {"type": "trials", "trials": [trial.to_json() for trial in self.queue.archive.trials.values()]}
+                return {"type": "trials", "trials": [trial.to_json() for trial in self.queue.archive.present]}
         if kind == "incumbent":
             return {"type": "incumbent", "files": dict(self._ready().files)}
         if kind == "queue":

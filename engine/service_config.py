@@ -6,7 +6,9 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
+from tideforge.data.files import read_json
 from tideforge.data.workload import Workload
 from tideforge.engine.archive import write_atomic
 from tideforge.engine.blocks import BlockPool
@@ -70,7 +72,10 @@ class ServiceConfig:
 
     @classmethod
     def read(cls, path: Path) -> ServiceConfig:
-        raw = json.loads(path.read_text())
+        return read_json(path, cls.of, "start the engine or the search again: it writes the file anew")
+
+    @classmethod
+    def of(cls, raw: dict[str, Any]) -> ServiceConfig:
         return cls(
             **{
                 **raw,

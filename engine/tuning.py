@@ -12,10 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tideforge.data.files import read_json, set_aside
 from tideforge.engine import measure
 from tideforge.engine.archive import write_atomic
 from tideforge.engine.events import log_event
 from tideforge.engine.service_config import new_core
+from tideforge.engine.setting import Setting
+from tideforge.errors import UserError
 
 if TYPE_CHECKING:
     from tideforge.engine.evaluate import Bench
@@ -25,11 +28,25 @@ TUNED = "tuned.json"
 
 
 def tuned_knobs(bench: Bench) -> dict[str, Any]:
-    """The incumbent's best knobs by a plain search, frozen for every candidate. The first bench of a night searches."""
-    path = bench.config.night / TUNED
-    if path.exists():
-        return dict(json.loads(path.read_text())["knobs"])
+    """The incumbent's best knobs by a plain search, frozen for every candidate. The first bench of a night's setting searches."""
+    if (known := _known_knobs(bench)) is not None:
+        return known
     return best_knobs(bench) if bench.config.tune else bench.incumbent.knobs
+
+
+def _known_knobs(bench: Bench) -> dict[str, Any] | None:
+    """Those found before under the same setting. A file that is damaged or names knobs that are none is set aside."""
+    path, setting = bench.config.night / TUNED, Setting.of(bench.config).id
+
+    def knobs(raw: dict[str, Any]) -> dict[str, Any] | None:
+        bench.lab.settings.with_knobs(raw["knobs"])
+        return dict(raw["knobs"]) if raw.get("setting") == setting else None
+
+    try:
+        return read_json(path, knobs, "remove it") if path.exists() else None
+    except UserError as error:
+        log_event(bench.config.night, "damaged", path=str(set_aside(path)), problem=str(error))
+        return None
 
 
 @contextlib.contextmanager
@@ -44,7 +61,7 @@ def write_tuned(bench: Bench, served: str) -> None:
     """`served`: the id under which the incumbent serves; with its tuned knobs it may have another."""
     facts = {
         "knobs": bench.incumbent.knobs, "incumbent": bench.incumbent.id, "served": served,
-        "bounds": dataclasses.asdict(bench.bounds),
+        "bounds": dataclasses.asdict(bench.bounds), "setting": Setting.of(bench.config).id,
     }  # fmt: skip
     write_atomic(bench.config.night / TUNED, json.dumps(facts))
 

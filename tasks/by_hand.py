@@ -1,12 +1,14 @@
 """The persistent engine outside a night: started, asked and ended by a person or a script.
 
-Its archive is `<state>/engine/<run>/`, where <run> is the night whose workload it replays, so that trials on one workload stand
-together and survive any stop. One engine an endpoint: a night that begins ends this one first, a night's own is left alone.
+Its archive is `<state>/engine/<run>/`, where <run> is the night whose profile it replays, so that trials on one traffic stand
+together and survive any stop. Trials under another setting (objective, weights, workload, incumbent: engine/setting.py) are kept
+there too, apart. One engine an endpoint: a night that begins ends this one first, a night's own is left alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import time
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ from tideforge.engine.forward import KNOBS, Forward
 from tideforge.engine.guard import has_ended
 from tideforge.engine.outcome import Trial
 from tideforge.engine.service_config import ServiceConfig
+from tideforge.engine.setting import Setting
 from tideforge.errors import CandidateError, TideforgeError, UserError
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.incumbent import serving_forward
@@ -85,17 +88,43 @@ def start(endpoint: Endpoint, run: Run) -> tuple[Path, bool]:
                 str(endpoint.state / SOCKET), f"an engine runs on the workload of {running.name}",
                 "stop it first: tideforge engine stop",
             )  # fmt: skip
-        if running is None:
-            folder.mkdir(parents=True, exist_ok=True)
-            config(endpoint, run, folder).write(folder / "service.json")
+        folder.mkdir(parents=True, exist_ok=True)
+        wanted = config(endpoint, run, folder)
+        if running is not None:
+            _require_same_setting(endpoint, wanted)
+        else:
+            wanted.write(folder / "service.json")
             await_ready(endpoint, launch(folder), folder / "service.log")
         return folder, running is None
 
 
+def _require_same_setting(endpoint: Endpoint, wanted: ServiceConfig) -> None:
+    """UserError when the engine that runs was started for something else than the endpoint asks for by now."""
+    running = Setting.read(wanted.night)
+    if running is not None and (names := running.differs(Setting.of(wanted))):
+        raise UserError(
+            str(endpoint.state / SOCKET), f"an engine runs under another setting ({', '.join(names)} changed since)",
+            "stop it first: tideforge engine stop",
+        )  # fmt: skip
+
+
 def config(endpoint: Endpoint, run: Run, folder: Path) -> ServiceConfig:
     forward = serving_forward(endpoint).save(endpoint.state.resolve() / "forwards")
-    workload = run.path(run.need("workload"), "workload").resolve()
-    return service_config(endpoint, folder, forward, workload)
+    return service_config(endpoint, folder, forward, workload_file(endpoint, run, folder))
+
+
+def workload_file(endpoint: Endpoint, run: Run, folder: Path) -> Path:
+    """The run's own workload, made if missing. Where the endpoint asks for another by now, that one is made in `folder`: what a
+    night was measured on stays as it is."""
+    from tideforge.tasks.corpus import corpus_ids
+    from tideforge.tasks.profile import sampled, workload, workload_inputs
+
+    ids = corpus_ids(endpoint)
+    own = run.manifest("workload") or workload(run, endpoint, ids)
+    if run.done("workload", workload_inputs(run, endpoint, ids)) is not None:
+        return run.path(own, "workload").resolve()
+    output = Run(folder).write_bytes("workload", ".json", sampled(run, endpoint, ids).to_json().encode())
+    return folder / output.path
 
 
 def await_ready(endpoint: Endpoint, supervisor: int, log: Path) -> None:
@@ -110,15 +139,10 @@ def await_ready(endpoint: Endpoint, supervisor: int, log: Path) -> None:
 
 
 def workload_run(endpoint: Endpoint, run_id: str | None) -> Run:
-    """The run to take the workload from: the one named, else the newest that has a profile. Its workload is made if missing."""
-    from tideforge.tasks.corpus import corpus_ids
-    from tideforge.tasks.profile import workload
-
+    """The run to take the workload from: the one named, else the newest that has a profile."""
     root = runs_root(endpoint)
     run = Run.open(root, run_id) if run_id is not None else _latest(root)
     run.need("profile")
-    if run.manifest("workload") is None:
-        workload(run, endpoint, corpus_ids(endpoint))
     return run
 
 
@@ -151,7 +175,17 @@ def submit(endpoint: Endpoint, folder: Path, tier: str, submitter: str) -> str:
     return engine.submit(read_forward(folder, engine.incumbent()), tier, submitter)
 
 
-def trials(endpoint: Endpoint, run_id: str | None) -> tuple[Path, list[Trial]]:
+@dataclasses.dataclass(frozen=True)
+class Listing:
+    """An archive's trials: those of the setting that its engine was started with last, and all others."""
+
+    folder: Path
+    setting: Setting | None  # None: of an archive of before settings were written down
+    present: list[Trial]
+    others: list[Trial]
+
+
+def trials(endpoint: Endpoint, run_id: str | None) -> Listing:
     """Of the named run, by hand or at night; else of the engine that runs; else of the newest one. From the archive on disk."""
     root = endpoint.state.resolve() / FOLDER
     if run_id is None:
@@ -161,11 +195,14 @@ def trials(endpoint: Endpoint, run_id: str | None) -> tuple[Path, list[Trial]]:
         folder = own if own.is_dir() else Run.open(runs_root(endpoint), run_id).folder
     if not (folder / "trials").is_dir():
         raise UserError(str(folder), "holds no trials", "submit a candidate first: tideforge engine submit FOLDER")
-    return folder, read_trials(folder)
+    found, setting = read_trials(folder), Setting.read(folder)
+    name = setting.id if setting else ""
+    present = [trial for trial in found if trial.setting == name]
+    return Listing(folder, setting, present, [trial for trial in found if trial.setting != name])
 
 
 def _newest(root: Path) -> Path:
-    folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    folders = [path for path in root.iterdir() if (path / "service.json").is_file()] if root.is_dir() else []
     if not folders:
         raise UserError(str(root), "no engine was ever started by hand", "start one: tideforge engine start")
     return max(folders, key=lambda path: (path / "service.json").stat().st_mtime)
@@ -175,6 +212,12 @@ def stop(endpoint: Endpoint) -> bool:
     """Ends the engine after its running trial; False when none ran. What waits is kept for the next start."""
     if require_no_night(endpoint) is None:
         return False
+    end(endpoint)
+    return True
+
+
+def end(endpoint: Endpoint) -> None:
+    """Ends whatever engine of the endpoint runs, after its running trial, and waits for that."""
     with contextlib.suppress(UserError):  # it has ended meanwhile
         EngineControl(endpoint.state, patience_s=0).stop()
     deadline = time.monotonic() + END_S
@@ -182,4 +225,3 @@ def stop(endpoint: Endpoint) -> bool:
         if time.monotonic() > deadline:
             raise TideforgeError(f"the engine has not ended within {END_S:g} s; its trial still runs")
         time.sleep(0.1)
-    return True

@@ -6,6 +6,7 @@ import contextlib
 import json
 from pathlib import Path
 
+from tideforge.data.files import read_json
 from tideforge.engine.archive import write_atomic
 from tideforge.engine.config import ModelConfig
 from tideforge.engine.forward import Forward
@@ -42,4 +43,5 @@ def incumbent_folder(run: Run, endpoint: Endpoint) -> Path:
         forward = serving_forward(endpoint)
         forward.save(endpoint.state / "forwards")
         write_atomic(fixed, json.dumps({"forward": forward.id}))
-    return endpoint.state / "forwards" / str(json.loads(fixed.read_text())["forward"])
+    remedy = "remove it, unless trials of this run are to be kept: what serves now becomes the incumbent"
+    return endpoint.state / "forwards" / read_json(fixed, lambda raw: str(raw["forward"]), remedy)

@@ -15,6 +15,7 @@ from tideforge.flows.commands.options import STATE, load
 
 if TYPE_CHECKING:
     from tideforge.engine.outcome import Trial
+    from tideforge.tasks.by_hand import Listing
 
 F = TypeVar("F", bound=Callable[..., Any])
 JSON = click.option("--json", "as_json", is_flag=True, help="print one JSON object")
@@ -34,7 +35,8 @@ def engine() -> None:
 
     It is the engine that a night's search uses, with the same measuring and the same outcomes, fed by you. It holds the
     incumbent and stays up until it is stopped, or until a night of the endpoint begins; candidates that still wait are
-    evaluated after the next start. While a night searches, only `status` and `trials` work.
+    evaluated after the next start with the same setting: objective, weights, workload, incumbent, limits, kind of device.
+    While a night searches, only `status` and `trials` work.
 
     \b
     tideforge engine start --endpoint my.yaml
@@ -51,8 +53,9 @@ def engine() -> None:
 def start(endpoint_file: Path, state: Path | None, run_id: str | None, as_json: bool) -> None:
     """Start the engine and wait until the incumbent is up and tuned.
 
-    It replays the workload of a run (`tideforge node ingest` and `node profile` make one). The keeper, and so the weights,
-    stay loaded after a stop. Starting what runs already changes nothing.
+    It replays the workload of a run (`tideforge node ingest` and `node profile` make one), as the endpoint file asks for it now.
+    The keeper, and so the weights, stay loaded after a stop. Starting what runs already changes nothing, and is refused when
+    the endpoint asks for another setting by now.
     """
     from tideforge.tasks import by_hand
 
@@ -108,8 +111,8 @@ def submit(
 ) -> None:
     """Queue the candidate in FOLDER (forward.py, its own other files, knobs.json) and print its trial's id.
 
-    Without a knobs.json it gets the incumbent's, which are frozen. The same files are the same trial: submitted again
-    they are not measured again.
+    Without a knobs.json it gets the incumbent's, which are frozen. The same files are the same trial while the setting is the
+    same: submitted again they are not measured again.
     """
     from tideforge.tasks import by_hand
 
@@ -127,21 +130,44 @@ def submit(
 @click.option(
     "--run", "run_id", help="of the engine on this run's workload, or of this night; the running one if absent"
 )
+@click.option("--all", "every", is_flag=True, help="those under other settings too, each marked with its setting")
 @JSON
-def trials(endpoint_file: Path, state: Path | None, run_id: str | None, as_json: bool) -> None:
+def trials(endpoint_file: Path, state: Path | None, run_id: str | None, every: bool, as_json: bool) -> None:
     """List trials in the order of submission: outcome, speed against the incumbent, seconds of each part.
 
-    Ratio is candidate / incumbent in output tokens/s, with its 95 % interval. Reads the archive, so no engine has to run.
+    The ratio is of the objective that the row names, with its 95 % interval, and above 1 where the candidate is better: of
+    output_tps and tps_per_user_p90, of which more is better, it is candidate / incumbent; of ttft (P90), of which less is
+    better, incumbent / candidate. Beside it stand both sides' own figures, in the objective's unit.
+
+    Shown are trials under the setting that the engine was started with last (objective, weights, workload, incumbent,
+    limits, kind of device). Reads the archive, so no engine has to run.
     """
     from tideforge.tasks import by_hand
 
-    folder, found = by_hand.trials(load(endpoint_file, state), run_id)
+    found = by_hand.trials(load(endpoint_file, state), run_id)
+    shown = sorted([*found.present, *(found.others if every else ())], key=lambda trial: trial.id)
     if as_json:
-        click.echo(json.dumps({"folder": str(folder), "trials": [json.loads(trial.to_json()) for trial in found]}))
+        click.echo(json.dumps({**_head(found), "trials": [json.loads(trial.to_json()) for trial in shown]}))
         return
-    click.echo(f"{len(found)} trials in {folder}")
-    for trial in found:
-        click.echo(line(trial))
+    click.echo(f"{len(found.present)} trials in {found.folder}{_others(found, every)}")
+    for trial in shown:
+        click.echo(line(trial) + ("" if trial in found.present else f"  [setting {trial.setting or 'unknown'}]"))
+
+
+def _head(found: Listing) -> dict[str, Any]:
+    """What holds for all that are shown. `others`: how many there are under other settings."""
+    setting = found.setting
+    objective = setting.objective if setting else None
+    return {
+        "folder": str(found.folder), "setting": setting.id if setting else None, "objective": objective,
+        "others": len(found.others),
+    }  # fmt: skip
+
+
+def _others(found: Listing, every: bool) -> str:
+    if not found.others:
+        return ""
+    return f", and {len(found.others)} under other settings" + ("" if every else " (--all shows them)")
 
 
 def line(trial: Trial) -> str:
@@ -150,10 +176,7 @@ def line(trial: Trial) -> str:
     spent = f"stage {trial.stage_s:.1f} check {trial.check_s:.1f} clock {trial.clock_s:.1f} gates {trial.gates_s:.1f} s"
     if (seen := trial.figures) is None:
         return f"{trial.id}  {trial.tier}  {what:15}  {spent if trial.done else ''}  {trial.message}".rstrip()
-    return (
-        f"{trial.id}  {trial.tier}  {what:15}  {spent}  {seen.ratio:.3f} [{seen.ci_low:.3f}, {seen.ci_high:.3f}] times, "
-        f"{seen.candidate_tps:.1f} tokens/s"
-    )
+    return f"{trial.id}  {trial.tier}  {what:15}  {spent}  {seen.told}"
 
 
 @engine.command()
