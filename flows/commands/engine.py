@@ -137,7 +137,8 @@ def trials(endpoint_file: Path, state: Path | None, run_id: str | None, every: b
 
     The ratio is of the objective that the row names, with its 95 % interval, and above 1 where the candidate is better: of
     output_tps and tps_per_user_p90, of which more is better, it is candidate / incumbent; of ttft (P90), of which less is
-    better, incumbent / candidate. Beside it stand both sides' own figures, in the objective's unit.
+    better, incumbent / candidate. Beside it stand both sides' own figures, in the objective's unit; on the fast
+    tier, whose ratio is of layers alone, the candidate's output tokens/s at the larger of its two depths.
 
     Shown are trials under the setting that the engine was started with last (objective, weights, workload, incumbent,
     limits, kind of device). Reads the archive, so no engine has to run.
