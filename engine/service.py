@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import struct
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -19,9 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tideforge.engine import procfs, protocol
+from tideforge.data.files import FULL, disk_full
+from tideforge.engine import procfs, protocol, sockets
 from tideforge.engine.archive import write_atomic
-from tideforge.engine.client import CONTROL, SOCKET
+from tideforge.engine.claim import claim
+from tideforge.engine.client import CONTROL, LOCK, SOCKET
 from tideforge.engine.evaluate import Bench
 from tideforge.engine.events import log_event
 from tideforge.engine.forward import Forward
@@ -29,7 +32,7 @@ from tideforge.engine.lane import Lane
 from tideforge.engine.outcome import Trial
 from tideforge.engine.service_config import ServiceConfig
 from tideforge.engine.trial_queue import TrialQueue
-from tideforge.errors import CandidateError, PeerGone, ProtocolError
+from tideforge.errors import PREFIX, CandidateError, PeerGone, ProtocolError, UserError
 
 WAIT_SLICE_S = 10.0
 
@@ -93,9 +96,17 @@ class Service:
                 request = protocol.recv(connection).header
                 try:
                     told = answer(request)
-                except (ProtocolError, CandidateError, KeyError, TypeError, ValueError, OSError) as error:
-                    told = {"type": "error", "message": f"{type(error).__name__}: {error}"}
+                except (ProtocolError, CandidateError, UserError, KeyError, TypeError, ValueError, OSError) as error:
+                    told = self._problem(error)
                 protocol.send(connection, told)
+
+    def _problem(self, error: Exception) -> dict[str, Any]:
+        """What is answered in place of an answer."""
+        if isinstance(error, OSError) and error.errno in FULL:
+            error = disk_full(self.night)
+        if isinstance(error, UserError):
+            return {"type": "user_error", "parts": [error.thing, error.problem, error.remedy]}
+        return {"type": "error", "message": f"{type(error).__name__}: {error}"}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """One request of an agent, or of anybody who may read."""
@@ -115,7 +126,10 @@ class Service:
             with self.queue.changed:
                 running, ready = self.queue.running, self.incumbent is not None
                 waiting = sum(trial.id not in running for trial in self.queue.archive.waiting)
-                return {"type": "queue", "waiting": waiting, "running": next(iter(running), None), "ready": ready}
+                return {
+                    "type": "queue", "waiting": waiting, "running": next(iter(running), None), "ready": ready,
+                    "stopping": self.queue.stopping,
+                }  # fmt: skip
         if kind == "status":
             return {"type": "status", "night": str(self.night), "pid": os.getpid()}
         if kind == "source":
@@ -163,12 +177,7 @@ def peer_of(connection: socket.socket) -> int:
 
 def listen(path: Path) -> socket.socket:
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    path.unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(path))
-    os.chmod(path, 0o600)
-    listener.listen(64)
-    return listener
+    return sockets.listen(path, 64)
 
 
 def engine_source() -> dict[str, str]:
@@ -184,8 +193,14 @@ def main() -> None:
     args = parser.parse_args()
     config = ServiceConfig.read(args.config)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
-    write_atomic(config.night / "service.pid", str(os.getpid()))
-    Service(config).run()
+    try:
+        config.settings.state.mkdir(parents=True, exist_ok=True)
+        claim(config.settings.state / LOCK, "another service", "stop it first: tideforge engine stop")
+        write_atomic(config.night / "service.pid", str(os.getpid()))
+        Service(config).run()
+    except UserError as error:
+        print(f"{PREFIX}{error}", file=sys.stderr, flush=True)
+        sys.exit(2)
 
 
 if __name__ == "__main__":
