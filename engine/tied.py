@@ -6,6 +6,7 @@ this process's child, and goes when the command has ended, when this process is 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,12 +16,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tideforge.engine import procfs
-from tideforge.engine.guard import adopt_orphans, die_with_parent, reaped, signal_with_parent, start_detached
+from tideforge.engine.guard import adopt_orphans, die_with_parent, has_ended, reaped, signal_with_parent, start_detached
 
 
 def start_tied(command: Sequence[str], log: Path) -> int:
     """Like start_detached, but nothing of it outlives the calling thread. SIGTERM to the pid ends all of it."""
     return start_detached([sys.executable, "-m", "tideforge.engine.tied", str(os.getpid()), *command], log)
+
+
+def end_tied(pid: int) -> None:
+    """Ends what start_tied has started, at once; nothing to do where it has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+    while not has_ended(pid):
+        time.sleep(0.01)
 
 
 def run(parent: int, command: Sequence[str]) -> int:

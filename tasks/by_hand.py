@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
+import os
+import shutil
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tideforge.data.files import disk_full, full_disk_named
 from tideforge.engine.archive import read_trials
-from tideforge.engine.client import SOCKET, EngineClient, EngineControl
+from tideforge.engine.claim import holder
+from tideforge.engine.client import LOCK, SOCKET, EngineClient, EngineControl
 from tideforge.engine.forward import KNOBS, Forward
-from tideforge.engine.guard import has_ended
+from tideforge.engine.guard import exit_code, has_ended
 from tideforge.engine.outcome import Trial
 from tideforge.engine.service_config import ServiceConfig
-from tideforge.errors import CandidateError, TideforgeError, UserError
+from tideforge.errors import CandidateError, ProtocolError, TideforgeError, Told, UserError
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.incumbent import serving_forward
 from tideforge.tasks.machine import check_endpoint
@@ -28,6 +34,9 @@ from tideforge.tasks.store import Run, checked
 
 FOLDER = "engine"
 END_S = 180.0  # a running trial is finished first
+LEAST_FREE = 1 << 16  # bytes without which a service cannot even say what it lacks
+
+Say = Callable[[str], object]
 
 
 def client(endpoint: Endpoint, patience_s: float = 0.0) -> EngineClient:
@@ -39,6 +48,17 @@ def folder_in_use(endpoint: Endpoint) -> Path | None:
     with contextlib.suppress(UserError):
         return Path(str(client(endpoint).status()["night"]))
     return None
+
+
+def service_pid(endpoint: Endpoint) -> int | None:
+    """Of the service of this state folder, whether it answers already, or still."""
+    return holder(endpoint.state.resolve() / LOCK)
+
+
+def is_stopping(endpoint: Endpoint) -> bool:
+    with contextlib.suppress(UserError):
+        return client(endpoint).queue().stopping
+    return False
 
 
 def is_by_hand(endpoint: Endpoint, folder: Path) -> bool:
@@ -65,20 +85,28 @@ def require_own(endpoint: Endpoint) -> Path:
 
 
 @contextlib.contextmanager
-def alone(endpoint: Endpoint) -> Iterator[None]:
+def alone(endpoint: Endpoint, say: Say) -> Iterator[None]:
     """One start at a time."""
     root = endpoint.state / FOLDER
     root.mkdir(parents=True, exist_ok=True)
     with (root / "start.lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("another start is under way; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def start(endpoint: Endpoint, run: Run) -> tuple[Path, bool]:
-    """Starts the engine on a run's workload and waits until the incumbent is up and tuned. Its folder, and whether it is new."""
+def start(endpoint: Endpoint, run_id: str | None, say: Say) -> tuple[Path, bool]:
+    """Starts the engine on a run's workload and waits until the incumbent is up and tuned. Its folder, and whether it is new.
+
+    Without an id it takes the newest run that has a profile. `say` is told what is waited for.
+    """
     check_endpoint(endpoint)
-    with alone(endpoint):
-        running = require_no_night(endpoint)
+    run = workload_run(endpoint, run_id)
+    with full_disk_named(endpoint.state), alone(endpoint, say):
+        running = after_its_stop(endpoint, say)
         folder = endpoint.state.resolve() / FOLDER / run.id
         if running is not None and running != folder:
             raise UserError(
@@ -88,8 +116,41 @@ def start(endpoint: Endpoint, run: Run) -> tuple[Path, bool]:
         if running is None:
             folder.mkdir(parents=True, exist_ok=True)
             config(endpoint, run, folder).write(folder / "service.json")
-            await_ready(endpoint, launch(folder), folder / "service.log")
+            start_service(endpoint, folder)
         return folder, running is None
+
+
+def after_its_stop(endpoint: Endpoint, say: Say) -> Path | None:
+    """The folder of the engine that runs, None when none does; the end of one that is stopping is awaited."""
+    deadline = time.monotonic() + END_S
+    told = False
+    while True:
+        running = require_no_night(endpoint)
+        if running is not None and not is_stopping(endpoint):
+            return running
+        if running is None and service_pid(endpoint) is None:
+            return None
+        if not told:
+            say("the engine is stopping; waiting for the end of its running trial")
+            told = True
+        if time.monotonic() > deadline:
+            raise TideforgeError(f"the engine that is stopping has not ended within {END_S:g} s; its trial still runs")
+        time.sleep(0.1)
+
+
+def start_service(endpoint: Endpoint, folder: Path) -> None:
+    """Launches it and waits until it is ready. Whatever ends this early, Ctrl-C too, ends the service."""
+    log = folder / "service.log"
+    known = log.stat().st_size if log.exists() else 0
+    supervisor = launch(folder)
+    try:
+        await_ready(endpoint, supervisor, log, known)
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(supervisor, signal.SIGTERM)
+        while not has_ended(supervisor) or service_pid(endpoint) is not None:
+            time.sleep(0.05)
+        raise
 
 
 def config(endpoint: Endpoint, run: Run, folder: Path) -> ServiceConfig:
@@ -98,15 +159,25 @@ def config(endpoint: Endpoint, run: Run, folder: Path) -> ServiceConfig:
     return service_config(endpoint, folder, forward, workload)
 
 
-def await_ready(endpoint: Endpoint, supervisor: int, log: Path) -> None:
+def await_ready(endpoint: Endpoint, supervisor: int, log: Path, known: int) -> None:
+    """`known`: bytes of the log that are of earlier starts."""
     while True:
-        if has_ended(supervisor):
-            lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-            raise TideforgeError(f"the engine ended while starting ({lines[-1] if lines else 'no word'}); read {log}")
+        if (code := exit_code(supervisor)) is not None:
+            said = log.read_bytes()[known:] if log.exists() else b""
+            raise ended_early(code, said.decode(errors="replace").splitlines(), log)
         with contextlib.suppress(UserError):
             if client(endpoint).queue().ready:
                 return
         time.sleep(0.1)
+
+
+def ended_early(code: int, lines: list[str], log: Path) -> TideforgeError:
+    """What the user is told of a service that has ended before it was ready."""
+    if code == 2 and lines:
+        return Told(lines[-1])
+    if shutil.disk_usage(log.parent).free < LEAST_FREE:
+        return disk_full(log.parent)
+    return TideforgeError(f"the engine ended while starting ({lines[-1] if lines else 'no word'}); read {log}")
 
 
 def workload_run(endpoint: Endpoint, run_id: str | None) -> Run:
@@ -141,14 +212,28 @@ def read_forward(folder: Path, incumbent: Forward) -> Forward:
         forward = Forward.load(folder)
     except (CandidateError, OSError, ValueError) as error:
         raise UserError(str(folder), f"is not a forward ({error})", "mend its files") from None
-    return forward if KNOBS in forward.files else forward.with_file(KNOBS, incumbent.files[KNOBS])
+    if KNOBS not in forward.files:
+        return forward.with_file(KNOBS, incumbent.files[KNOBS])
+    with contextlib.suppress(CandidateError):  # no JSON: its trial says so
+        if forward.knobs != incumbent.knobs:
+            problem = f"differs from the incumbent's, which were tuned and are frozen: {json.dumps(incumbent.knobs)}"
+            raise UserError(str(folder / KNOBS), problem, f"leave {KNOBS} out of the folder to get those")
+    return forward
 
 
 def submit(endpoint: Endpoint, folder: Path, tier: str, submitter: str) -> str:
     """The id of the candidate's trial."""
     require_own(endpoint)
     engine = client(endpoint)
-    return engine.submit(read_forward(folder, engine.incumbent()), tier, submitter)
+    try:
+        return engine.submit(read_forward(folder, engine.incumbent()), tier, submitter)
+    except ProtocolError:
+        if is_stopping(endpoint):
+            raise UserError(
+                str(endpoint.state / SOCKET), "the engine is stopping and takes no more candidates",
+                "start it again: tideforge engine start",
+            ) from None  # fmt: skip
+        raise
 
 
 def trials(endpoint: Endpoint, run_id: str | None) -> tuple[Path, list[Trial]]:
@@ -175,10 +260,11 @@ def stop(endpoint: Endpoint) -> bool:
     """Ends the engine after its running trial; False when none ran. What waits is kept for the next start."""
     if require_no_night(endpoint) is None:
         return False
+    pid = service_pid(endpoint)
     with contextlib.suppress(UserError):  # it has ended meanwhile
         EngineControl(endpoint.state, patience_s=0).stop()
     deadline = time.monotonic() + END_S
-    while folder_in_use(endpoint) is not None:
+    while pid is not None and service_pid(endpoint) == pid:
         if time.monotonic() > deadline:
             raise TideforgeError(f"the engine has not ended within {END_S:g} s; its trial still runs")
         time.sleep(0.1)

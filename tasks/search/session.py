@@ -25,7 +25,7 @@ from tideforge.errors import CandidateError, UserError
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.incumbent import incumbent_folder
 from tideforge.tasks.machine import floor_figures, noise_trials, other_cpus, settings_for
-from tideforge.tasks.objective import measured, require_short
+from tideforge.tasks.objective import measured, require_room, require_short
 from tideforge.tasks.search.agent import AgentReport
 from tideforge.tasks.search.promote import Promotion
 from tideforge.tasks.search.search import finalist
@@ -113,9 +113,11 @@ def service_config(
 ) -> ServiceConfig:
     """What an engine of this endpoint is started with; `night` is the folder of its archive."""
     bandwidth, cache = floor_figures(endpoint)
-    require_short(endpoint, Workload.read(workload))
+    requests, settings = Workload.read(workload), settings_for(endpoint)
+    require_short(endpoint, requests)
+    require_room(requests, settings.limits.max_model_len)
     return ServiceConfig(
-        settings=settings_for(endpoint),
+        settings=settings,
         night=night,
         incumbent=incumbent,
         workload=workload,
