@@ -65,7 +65,10 @@ def end_unused(state: Path, status: dict[str, Any], problem: str) -> None:
             break
         status = now
     procfs.kill([int(status["pid"])], signal.SIGTERM)
-    while procfs.runs(int(status["pid"])):
+    while (
+        sock := _connect(state / "keeper.sock")
+    ) is not None:  # its threads end one by one, the last one closes the socket
+        sock.close()
         time.sleep(0.02)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,7 @@ def load(endpoint_file: Path, state: Path | None) -> Endpoint:
 
     endpoint = Endpoint.load(endpoint_file)
     endpoint = endpoint if state is None else endpoint.model_copy(update={"state": state})
-    if endpoint.state.exists() and not endpoint.state.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(endpoint.state))
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISDIR(endpoint.state.stat().st_mode):  # a file further up is an error of its own
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(endpoint.state))
     return endpoint
