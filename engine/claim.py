@@ -14,8 +14,8 @@ _FLOCK = "hhqqi0q"  # struct flock of fcntl(2) on 64-bit Linux: type, whence, st
 _held: dict[Path, io.IOBase] = {}
 
 
-def claim(path: Path, what: str, remedy: str) -> None:
-    """Holds `path` locked until this process ends; its children do not. UserError that names `what` holds it already.
+def claim(path: Path, folder: Path, what: str, remedy: str) -> None:
+    """Holds `path`, the lock of `folder`, until this process ends; its children do not. UserError that names `what` holds it already.
 
     Closing any other descriptor of the file in this process would give up the lock.
     """
@@ -26,9 +26,7 @@ def claim(path: Path, what: str, remedy: str) -> None:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise UserError(
-            str(path.parent), f"{what} works on it already (pid {holder(path) or 'unknown'})", remedy
-        ) from None
+        raise UserError(str(folder), f"{what} works on it already (pid {holder(path) or 'unknown'})", remedy) from None
     _held[path] = file
 
 

@@ -17,7 +17,7 @@ from tideforge.errors import PeerGone, ProtocolError, UserError
 
 CALL_TIMEOUT_S = 60.0
 SOCKET, CONTROL = Path("engine.sock"), Path("control") / "control.sock"  # in the state folder
-LOCK = "service.lock"  # likewise: held by the service as long as it lives
+LOCK = CONTROL.parent / "service.lock"  # likewise: held by the service as long as it lives
 
 
 @dataclasses.dataclass(frozen=True)

@@ -194,8 +194,10 @@ def main() -> None:
     config = ServiceConfig.read(args.config)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
     try:
-        config.settings.state.mkdir(parents=True, exist_ok=True)
-        claim(config.settings.state / LOCK, "another service", "stop it first: tideforge engine stop")
+        state = config.settings.state
+        state.mkdir(parents=True, exist_ok=True)
+        (state / LOCK).parent.mkdir(mode=0o700, exist_ok=True)
+        claim(state / LOCK, state, "another service", "stop it first: tideforge engine stop")
         write_atomic(config.night / "service.pid", str(os.getpid()))
         Service(config).run()
     except UserError as error:

@@ -9,32 +9,28 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import os
-import shutil
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tideforge.data.files import disk_full, full_disk_named
+from tideforge.data.files import full_disk_named
 from tideforge.engine.archive import read_trials
 from tideforge.engine.claim import holder
 from tideforge.engine.client import LOCK, SOCKET, EngineClient, EngineControl
 from tideforge.engine.forward import KNOBS, Forward
-from tideforge.engine.guard import exit_code, has_ended
 from tideforge.engine.outcome import Trial
 from tideforge.engine.service_config import ServiceConfig
-from tideforge.errors import CandidateError, ProtocolError, TideforgeError, Told, UserError
+from tideforge.errors import CandidateError, ProtocolError, TideforgeError, UserError
 from tideforge.tasks.endpoint import Endpoint
+from tideforge.tasks.engine_start import start_service
 from tideforge.tasks.incumbent import serving_forward
 from tideforge.tasks.machine import check_endpoint
 from tideforge.tasks.night import runs_root
-from tideforge.tasks.search.session import launch, service_config
+from tideforge.tasks.search.session import service_config
 from tideforge.tasks.store import Run, checked
 
 FOLDER = "engine"
 END_S = 180.0  # a running trial is finished first
-LEAST_FREE = 1 << 16  # bytes without which a service cannot even say what it lacks
 
 Say = Callable[[str], object]
 
@@ -116,7 +112,7 @@ def start(endpoint: Endpoint, run_id: str | None, say: Say) -> tuple[Path, bool]
         if running is None:
             folder.mkdir(parents=True, exist_ok=True)
             config(endpoint, run, folder).write(folder / "service.json")
-            start_service(endpoint, folder)
+            start_service(endpoint.state.resolve(), folder)
         return folder, running is None
 
 
@@ -138,46 +134,10 @@ def after_its_stop(endpoint: Endpoint, say: Say) -> Path | None:
         time.sleep(0.1)
 
 
-def start_service(endpoint: Endpoint, folder: Path) -> None:
-    """Launches it and waits until it is ready. Whatever ends this early, Ctrl-C too, ends the service."""
-    log = folder / "service.log"
-    known = log.stat().st_size if log.exists() else 0
-    supervisor = launch(folder)
-    try:
-        await_ready(endpoint, supervisor, log, known)
-    except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(supervisor, signal.SIGTERM)
-        while not has_ended(supervisor) or service_pid(endpoint) is not None:
-            time.sleep(0.05)
-        raise
-
-
 def config(endpoint: Endpoint, run: Run, folder: Path) -> ServiceConfig:
     forward = serving_forward(endpoint).save(endpoint.state.resolve() / "forwards")
     workload = run.path(run.need("workload"), "workload").resolve()
     return service_config(endpoint, folder, forward, workload)
-
-
-def await_ready(endpoint: Endpoint, supervisor: int, log: Path, known: int) -> None:
-    """`known`: bytes of the log that are of earlier starts."""
-    while True:
-        if (code := exit_code(supervisor)) is not None:
-            said = log.read_bytes()[known:] if log.exists() else b""
-            raise ended_early(code, said.decode(errors="replace").splitlines(), log)
-        with contextlib.suppress(UserError):
-            if client(endpoint).queue().ready:
-                return
-        time.sleep(0.1)
-
-
-def ended_early(code: int, lines: list[str], log: Path) -> TideforgeError:
-    """What the user is told of a service that has ended before it was ready."""
-    if code == 2 and lines:
-        return Told(lines[-1])
-    if shutil.disk_usage(log.parent).free < LEAST_FREE:
-        return disk_full(log.parent)
-    return TideforgeError(f"the engine ended while starting ({lines[-1] if lines else 'no word'}); read {log}")
 
 
 def workload_run(endpoint: Endpoint, run_id: str | None) -> Run:

@@ -173,7 +173,7 @@ def taken(state: Path) -> None:
     except OSError as error:
         problem = f"{state} cannot be made ({error.strerror})"
         raise UserError("--state", problem, "name a folder, or none") from None
-    claim(state / "bench.lock", "another call of the benchmark", "wait for its end, or give another --state")
+    claim(state / "bench.lock", state, "another call of the benchmark", "wait for its end, or give another --state")
     for sock in state.resolve().glob("*/keeper.sock"):
         end_keeper(sock.parent)
 

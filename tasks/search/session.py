@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,13 +17,13 @@ from tideforge.engine.client import SOCKET, EngineClient, EngineControl
 from tideforge.engine.config import ModelConfig
 from tideforge.engine.depths import depths_of
 from tideforge.engine.events import log_event, read_events
-from tideforge.engine.guard import start_detached
 from tideforge.engine.outcome import FAST, SLOW
 from tideforge.engine.service_config import ServiceConfig
 from tideforge.errors import CandidateError, UserError
 from tideforge.tasks.endpoint import Endpoint
+from tideforge.tasks.engine_start import start_service
 from tideforge.tasks.incumbent import incumbent_folder
-from tideforge.tasks.machine import floor_figures, noise_trials, other_cpus, settings_for
+from tideforge.tasks.machine import floor_figures, noise_trials, settings_for
 from tideforge.tasks.objective import measured, require_room, require_short
 from tideforge.tasks.search.agent import AgentReport
 from tideforge.tasks.search.promote import Promotion
@@ -93,8 +92,8 @@ def open_search(run: Run, endpoint: Endpoint) -> Session:
     _config(run, endpoint, deadline).write(config_path)
     if not _serves(client, run):
         _make_way(endpoint)
-        launch(run.folder)
-    client.incumbent()  # blocks until the incumbent runs and is tuned: that is not the agents' time
+        start_service(endpoint.state.resolve(), run.folder)
+    client.incumbent()  # of an engine that was there already it blocks until the incumbent runs and is tuned: that is not the agents' time
     deadline = time.time() + max(0.0, endpoint.budget.search_s - _spent_s(run))
     _note(run, "opened", deadline)
     folder = run.folder.resolve()
@@ -148,16 +147,6 @@ def _serves(client: EngineClient, run: Run) -> bool:
         return probe.status()["night"] == str(run.folder.resolve())
     except Exception:
         return False
-
-
-def launch(folder: Path) -> int:
-    """Starts the engine of `folder/service.json`, log beside it; the supervisor's pid."""
-    cpus = ",".join(map(str, other_cpus()))
-    command = [
-        sys.executable, "-m", "tideforge.engine.supervise", "--config", str((folder / "service.json").resolve()),
-        "--cpus", cpus,
-    ]  # fmt: skip
-    return start_detached(command, folder / "service.log")
 
 
 def _note(run: Run, what: str, deadline: float) -> None:
