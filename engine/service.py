@@ -35,6 +35,7 @@ from tideforge.engine.trial_queue import TrialQueue
 from tideforge.errors import PREFIX, CandidateError, PeerGone, ProtocolError, UserError
 
 WAIT_SLICE_S = 10.0
+ASK_S, MAX_REFUSED = 10.0, 1 << 20  # for a request that is refused: seconds, bytes
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -88,6 +89,8 @@ class Service:
     def _converse(self, connection: socket.socket, answer: Answer) -> None:
         with connection, contextlib.suppress(PeerGone):
             if procfs.descends(peer_of(connection), os.getpid()):
+                with contextlib.suppress(ProtocolError):  # unread, it would find the connection closed and no answer
+                    protocol.recv(connection, ASK_S, MAX_REFUSED)
                 protocol.send(
                     connection, {"type": "error", "message": "the service takes nothing from its own workers"}
                 )
