@@ -61,14 +61,11 @@ def whole(target: Path) -> Iterator[Path]:
     """
     temporary = target.with_name(f".{target.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
     try:
-        yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except OSError as error:
-        if error.errno in FULL:
-            raise disk_full(target.parent) from error
-        raise
+        with full_disk_named(target.parent):
+            yield temporary
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
     finally:
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
@@ -85,6 +82,17 @@ def sweep(folder: Path, pattern: str) -> None:
         owner = re.search(r"\.(\d+)-\w+(\.tmp)?$", left.name)
         if owner and not Path(f"/proc/{owner[1]}").exists():
             shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def full_disk_named(folder: Path) -> Iterator[None]:
+    """A full disk (or quota) becomes a UserError that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise disk_full(folder) from error
+        raise
 
 
 def disk_full(folder: Path) -> UserError:

@@ -14,7 +14,7 @@ from tideforge.engine.archive import write_atomic
 from tideforge.engine.blocks import BlockPool
 from tideforge.engine.config import Settings, bucket
 from tideforge.engine.core import EngineCore
-from tideforge.engine.lab import LANE
+from tideforge.engine.keepers import LANE
 from tideforge.engine.load import fitting
 from tideforge.engine.objective import CONVERSATIONS_A_USER, Objective
 

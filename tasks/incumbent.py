@@ -13,7 +13,7 @@ from tideforge.engine.forward import Forward
 from tideforge.engine.model_config import model_for
 from tideforge.engine.release import load_forward, read_approvers
 from tideforge.engine.releases import shipped_release
-from tideforge.errors import Refused, UserError
+from tideforge.errors import CandidateError, Refused, UserError
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.live import CHECK_S, version
 from tideforge.tasks.store import Run
@@ -33,7 +33,11 @@ def serving_forward(endpoint: Endpoint) -> Forward:
     if release is not None and release.launch == endpoint.launch:
         with contextlib.suppress(Refused):
             return load_forward(forwards, release.forward)
-    return Forward.load(first_forward(endpoint))
+    folder = first_forward(endpoint)
+    try:
+        return Forward.load(folder)
+    except (CandidateError, OSError, ValueError) as error:
+        raise UserError(str(folder), f"is not a forward ({error})", "mend the field forward") from None
 
 
 def incumbent_folder(run: Run, endpoint: Endpoint) -> Path:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tideforge.flows.commands.options import STATE, load
+from tideforge.errors import PREFIX
+from tideforge.flows.commands.options import STATE, Finite, load
 
 if TYPE_CHECKING:
     from tideforge.engine.outcome import Trial
@@ -27,6 +28,10 @@ def where(command: F) -> F:
         "--endpoint", "endpoint_file", required=True, type=click.Path(path_type=Path), help="endpoint file (YAML)"
     )
     return endpoint(STATE(command))
+
+
+def note(text: str) -> None:
+    click.echo(f"{PREFIX}{text}", err=True)
 
 
 @click.group()
@@ -59,8 +64,7 @@ def start(endpoint_file: Path, state: Path | None, run_id: str | None, as_json: 
     """
     from tideforge.tasks import by_hand
 
-    endpoint = load(endpoint_file, state)
-    folder, new = by_hand.start(endpoint, by_hand.workload_run(endpoint, run_id))
+    folder, new = by_hand.start(load(endpoint_file, state), run_id, note)
     if as_json:
         click.echo(json.dumps({"folder": str(folder), "run": folder.name, "started": new}))
     else:
@@ -77,7 +81,10 @@ def status(endpoint_file: Path, state: Path | None, as_json: bool) -> None:
     endpoint = load(endpoint_file, state)
     folder = by_hand.folder_in_use(endpoint)
     if folder is None:
-        click.echo(json.dumps({"runs": False}) if as_json else "no engine runs")
+        pid = by_hand.service_pid(endpoint)
+        facts = {"runs": False} if pid is None else {"runs": False, "pid": pid}
+        said = "no engine runs" if pid is None else f"an engine starts or ends, and does not answer (pid {pid})"
+        click.echo(json.dumps(facts) if as_json else said)
         return
     queue = by_hand.client(endpoint).queue()
     night = not by_hand.is_by_hand(endpoint, folder)
@@ -86,9 +93,9 @@ def status(endpoint_file: Path, state: Path | None, as_json: bool) -> None:
         click.echo(json.dumps(facts))
         return
     click.echo(f"{'the night' if night else 'started by hand, workload of'} {folder.name}")
-    click.echo(
-        f"  incumbent {'ready' if queue.ready else 'starting'}, {queue.waiting} waiting, running: {queue.running or '-'}"
-    )
+    stopping = "stopping; " if queue.stopping else ""
+    ready = "ready" if queue.ready else "starting"
+    click.echo(f"  {stopping}incumbent {ready}, {queue.waiting} waiting, running: {queue.running or '-'}")
 
 
 @engine.command()
@@ -102,17 +109,16 @@ def status(endpoint_file: Path, state: Path | None, as_json: bool) -> None:
     help="all layers, or the difference of two small depths",
 )
 @click.option("--wait", "waits", is_flag=True, help="wait for the trial; exit code 1 unless it passed")
-@click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=0), default=600, show_default=True, help="seconds to wait"
-)
+@click.option("--timeout", "timeout_s", type=Finite(min=0), default=600, show_default=True, help="seconds to wait")
 @JSON
 def submit(
     folder: Path, endpoint_file: Path, state: Path | None, tier: str, waits: bool, timeout_s: float, as_json: bool
 ) -> None:
     """Queue the candidate in FOLDER (forward.py, its own other files, knobs.json) and print its trial's id.
 
-    Without a knobs.json it gets the incumbent's, which are frozen. The same files are the same trial while the setting is the
-    same: submitted again they are not measured again.
+    Begin with a copy of the incumbent's raw source (engine/models/llama, moe or mla; cp -rL, for some files are links) without its
+    knobs.json: it then gets the incumbent's, which are tuned and frozen. The same files are the same trial while
+    the setting is the same: submitted again they are not measured again.
     """
     from tideforge.tasks import by_hand
 
@@ -121,6 +127,8 @@ def submit(
     client = by_hand.client(endpoint, patience_s=60)  # it may be killed and started again meanwhile
     trial = client.wait(name, timeout_s) if waits else client.trial(name)
     click.echo(trial.to_json() if as_json else line(trial))
+    if waits and not trial.done:
+        note(f"{trial.id} has not ended within {timeout_s:g} s and goes on; ask again with: tideforge engine trials")
     if waits and trial.figures is None:
         raise SystemExit(1)
 
@@ -182,16 +190,23 @@ def line(trial: Trial) -> str:
 
 @engine.command()
 @where
+@click.option("--keeper", is_flag=True, help="end the keeper too: the next start reads the weights again")
 @JSON
-def stop(endpoint_file: Path, state: Path | None, as_json: bool) -> None:
+def stop(endpoint_file: Path, state: Path | None, keeper: bool, as_json: bool) -> None:
     """End the engine after its running trial. What still waits is evaluated after the next start.
 
-    The keeper stays, so that the next start need not load the weights; a night's engine is left alone.
+    The keeper stays, so that the next start need not load the weights (one that finds the model changed does); a night's engine is
+    left alone.
     """
+    from tideforge.engine.keepers import retire_keepers
     from tideforge.tasks import by_hand
 
-    ended = by_hand.stop(load(endpoint_file, state))
+    endpoint = load(endpoint_file, state)
+    ended = by_hand.stop(endpoint)
+    keepers = retire_keepers(endpoint.state) if keeper else 0
     if as_json:
-        click.echo(json.dumps({"stopped": ended}))
-    else:
-        click.echo("stopped" if ended else "no engine was running")
+        click.echo(json.dumps({"stopped": ended, **({"keepers": keepers} if keeper else {})}))
+        return
+    click.echo("stopped" if ended else "no engine was running")
+    if keeper:
+        click.echo("keeper ended" if keepers else "no keeper was running")

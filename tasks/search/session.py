@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,15 +17,15 @@ from tideforge.engine.client import SOCKET, EngineClient, EngineControl
 from tideforge.engine.config import ModelConfig
 from tideforge.engine.depths import depths_of
 from tideforge.engine.events import log_event, read_events, read_lines
-from tideforge.engine.guard import start_detached
 from tideforge.engine.outcome import FAST, SLOW
 from tideforge.engine.service_config import ServiceConfig
 from tideforge.engine.setting import Setting, id_of
 from tideforge.errors import CandidateError, UserError
 from tideforge.tasks.endpoint import Endpoint
+from tideforge.tasks.engine_start import start_service
 from tideforge.tasks.incumbent import incumbent_folder
-from tideforge.tasks.machine import floor_figures, noise_trials, other_cpus, settings_for
-from tideforge.tasks.objective import measured, require_short
+from tideforge.tasks.machine import floor_figures, noise_trials, settings_for
+from tideforge.tasks.objective import measured, require_room, require_short
 from tideforge.tasks.search.agent import AgentReport
 from tideforge.tasks.search.promote import Promotion
 from tideforge.tasks.search.search import finalist
@@ -97,8 +96,8 @@ def open_search(run: Run, endpoint: Endpoint) -> Session:
     config.write(config_path)
     if not _serves(client, run):
         _make_way(endpoint)
-        launch(run.folder)
-    client.incumbent()  # blocks until the incumbent runs and is tuned: that is not the agents' time
+        start_service(endpoint.state.resolve(), run.folder)
+    client.incumbent()  # of an engine that was there already it blocks until the incumbent runs and is tuned: that is not the agents' time
     deadline = time.time() + max(0.0, endpoint.budget.search_s - _spent_s(run))
     _note(run, "opened", deadline)
     folder = run.folder.resolve()
@@ -117,9 +116,11 @@ def service_config(
 ) -> ServiceConfig:
     """What an engine of this endpoint is started with; `night` is the folder of its archive."""
     bandwidth, cache = floor_figures(endpoint)
-    require_short(endpoint, Workload.read(workload))
+    requests, settings = Workload.read(workload), settings_for(endpoint)
+    require_short(endpoint, requests)
+    require_room(requests, settings.limits.max_model_len)
     return ServiceConfig(
-        settings=settings_for(endpoint),
+        settings=settings,
         night=night,
         incumbent=incumbent,
         workload=workload,
@@ -158,16 +159,6 @@ def _serves(client: EngineClient, run: Run) -> bool:
         return probe.status()["night"] == str(run.folder.resolve())
     except Exception:
         return False
-
-
-def launch(folder: Path) -> int:
-    """Starts the engine of `folder/service.json`, log beside it; the supervisor's pid."""
-    cpus = ",".join(map(str, other_cpus()))
-    command = [
-        sys.executable, "-m", "tideforge.engine.supervise", "--config", str((folder / "service.json").resolve()),
-        "--cpus", cpus,
-    ]  # fmt: skip
-    return start_detached(command, folder / "service.log")
 
 
 def _note(run: Run, what: str, deadline: float) -> None:

@@ -31,16 +31,16 @@ pytestmark = pytest.mark.timeout(300)
 
 
 class Place:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, state: str = "s", **changed: Any) -> None:
         model = tiny_llama(folder / "model")
         flags = "--dtype float32 --max-num-seqs 8 --max-num-batched-tokens 256 --max-model-len 256"
         raw = {
             "name": "tiny", "model": str(model), "launch": f"tideforge serve --model {model} {flags}",
-            "hardware": {"name": "cpu"}, "traffic": {"logs": ["sample:azure_conv_2023"]}, "state": str(folder / "s"),
+            "hardware": {"name": "cpu"}, "traffic": {"logs": ["sample:azure_conv_2023"]}, "state": str(folder / state),
             "workload": {"users": 4, "prompt_tokens": [8, 16], "output_tokens": 8, "search_output_tokens": 4},
-            "budget": {"trial_s": 10, "search_s": 20},
+            "budget": {"trial_s": 10, "search_s": 20}, **changed,
         }  # fmt: skip
-        self.folder, self.file, self.state = folder, folder / "tiny.yaml", folder / "s"
+        self.folder, self.file, self.state = folder, folder / "tiny.yaml", folder / state
         self.file.write_text(yaml.safe_dump(raw))
 
     def change(self, **fields: Any) -> None:
