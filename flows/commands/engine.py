@@ -16,7 +16,7 @@ from tideforge.flows.commands.options import STATE, Finite, load
 
 if TYPE_CHECKING:
     from tideforge.engine.outcome import Trial
-    from tideforge.tasks.by_hand import Listing
+    from tideforge.tasks.listing import Listing
 
 F = TypeVar("F", bound=Callable[..., Any])
 JSON = click.option("--json", "as_json", is_flag=True, help="print one JSON object")
@@ -151,9 +151,9 @@ def trials(endpoint_file: Path, state: Path | None, run_id: str | None, every: b
     Shown are trials under the setting that the engine was started with last (objective, weights, workload, incumbent,
     limits, kind of device). Reads the archive, so no engine has to run.
     """
-    from tideforge.tasks import by_hand
+    from tideforge.tasks import listing
 
-    found = by_hand.trials(load(endpoint_file, state), run_id)
+    found = listing.trials(load(endpoint_file, state), run_id)
     shown = sorted([*found.present, *(found.others if every else ())], key=lambda trial: trial.id)
     if as_json:
         click.echo(json.dumps({**_head(found), "trials": [json.loads(trial.to_json()) for trial in shown]}))
