@@ -182,13 +182,24 @@ def tuned(config: ServiceConfig) -> dict[str, Any]:
 def test_knobs_are_found_again_for_another_setting_and_kept_for_the_same(config: ServiceConfig) -> None:
     assert tuned(config) == {"max_num_batched_tokens": 7}
     path = config.night / "tuned.json"
-    raw = {**json.loads(path.read_text()), "knobs": {"threads": 2}}
-    path.write_text(json.dumps(raw))
-    assert tuned(config) == {"threads": 2}
-    assert tuned(CHANGES["objective"](config)) == {"max_num_batched_tokens": 7}
+    raw = json.loads(path.read_text())
+    (setting,) = raw["by_setting"]
+    path.write_text(json.dumps({**raw, "by_setting": {setting: {"threads": 2}}}))
+    assert tuned(config) == {"threads": 2} == json.loads(path.read_text())["knobs"]
+    assert tuned(CHANGES["objective"](config)) == {"max_num_batched_tokens": 7} == json.loads(path.read_text())["knobs"]
+    assert tuned(config) == {"threads": 2}, "candidates of before hold these"
 
 
-@pytest.mark.parametrize("damage", ["", '{"knobs": ', "[]", "{}", '{"knobs": {"no_such": 1}}', '{"knobs": 3}'])
+def test_knobs_of_before_settings_were_written_down_are_found_again(config: ServiceConfig) -> None:
+    (config.night / "tuned.json").write_text('{"knobs": {"threads": 2}, "incumbent": "i", "served": "s"}')
+    assert tuned(config) == {"max_num_batched_tokens": 7}
+    assert not (config.night / "tuned.json.damaged").exists()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["", '{"knobs": ', "[]", "{}", '{"knobs": {}, "by_setting": 7}', '{"knobs": {"no_such": 1}}', '{"knobs": 3}'],
+)
 def test_damaged_knobs_are_set_aside_and_found_again(config: ServiceConfig, damage: str) -> None:
     path = config.night / "tuned.json"
     path.write_text(damage)
