@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tideforge.data.files import read_json
+
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
@@ -65,7 +67,10 @@ class Workload:
 
     @classmethod
     def from_json(cls, text: str) -> Workload:
-        raw = json.loads(text)
+        return cls.of(json.loads(text))
+
+    @classmethod
+    def of(cls, raw: dict[str, Any]) -> Workload:
         for part in ("search", "held_out"):
             raw[part] = tuple(RequestShape.from_dict(shape) for shape in raw[part])
         raw["corpus"], raw["notes"] = tuple(raw["corpus"]), tuple(raw["notes"])
@@ -73,4 +78,5 @@ class Workload:
 
     @classmethod
     def read(cls, path: Path) -> Workload:
-        return cls.from_json(path.read_text())
+        """UserError when the file is damaged."""
+        return read_json(path, cls.of, "remove it and run the node workload again")

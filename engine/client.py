@@ -6,18 +6,18 @@ Ending the queue or the service is the flow's and the operator's: a socket of it
 from __future__ import annotations
 
 import dataclasses
-import socket
 import time
 from pathlib import Path
 from typing import Any
 
-from tideforge.engine import protocol
+from tideforge.engine import protocol, sockets
 from tideforge.engine.forward import Forward
 from tideforge.engine.outcome import Trial
 from tideforge.errors import PeerGone, ProtocolError, UserError
 
 CALL_TIMEOUT_S = 60.0
 SOCKET, CONTROL = Path("engine.sock"), Path("control") / "control.sock"  # in the state folder
+LOCK = CONTROL.parent / "service.lock"  # likewise: held by the service as long as it lives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,7 @@ class QueueState:
     waiting: int
     running: str | None  # trial id
     ready: bool  # the incumbent runs and is tuned
+    stopping: bool = False  # after what runs
 
 
 class EngineClient:
@@ -35,7 +36,7 @@ class EngineClient:
         self.path, self.patience_s = Path(path), patience_s
 
     def submit(self, forward: Forward, tier: str = "slow", submitter: str = "") -> str:
-        """Queues a forward; the trial's id. The same forward on the same tier is the same trial."""
+        """Queues a forward; the trial's id. The same forward on the same tier is the same trial while the setting is the same."""
         request = {"type": "submit", "files": dict(forward.files), "tier": tier, "submitter": submitter}
         return str(self._call(request)["id"])
 
@@ -43,6 +44,7 @@ class EngineClient:
         return Trial.from_json(self._call({"type": "trial", "id": name})["trial"])
 
     def trials(self) -> list[Trial]:
+        """Of the setting that the engine runs under."""
         return [Trial.from_json(text) for text in self._call({"type": "trials"})["trials"]]
 
     def wait(self, name: str, timeout_s: float) -> Trial:
@@ -64,7 +66,7 @@ class EngineClient:
 
     def queue(self) -> QueueState:
         answer = self._call({"type": "queue"})
-        return QueueState(int(answer["waiting"]), answer["running"], bool(answer["ready"]))
+        return QueueState(int(answer["waiting"]), answer["running"], bool(answer["ready"]), bool(answer["stopping"]))
 
     def status(self) -> dict[str, Any]:
         """night: the folder it works for; pid."""
@@ -94,8 +96,7 @@ def call(path: Path, request: dict[str, Any], patience_s: float, timeout_s: floa
     deadline = time.monotonic() + patience_s
     while True:
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-                sock.connect(str(path))
+            with sockets.connect(path) as sock:
                 return protocol.call(sock, request, timeout_s).header
         except (FileNotFoundError, ConnectionRefusedError, PeerGone) as error:
             if time.monotonic() >= deadline:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -35,11 +36,14 @@ def log_event(state: Path, event: str, **fields: Any) -> None:
 
 def read_events(state: Path) -> Iterator[dict[str, Any]]:
     """Yields the events in order; a line torn by a kill is passed over."""
-    path = state / FILE
+    return (raw for raw in read_lines(state / FILE) if "event" in raw)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the objects of a file that is appended to, in order; what is none is passed over. Nothing where no file is."""
     if not path.exists():
         return
-    for line in path.read_text().splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            continue
+    for line in path.read_text(errors="replace").splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(raw := json.loads(line), dict):
+                yield raw

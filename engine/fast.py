@@ -24,6 +24,7 @@ from tideforge.engine import check, measure
 from tideforge.engine.archive import write_atomic
 from tideforge.engine.depths import BLOCK_S, Reading, blocks_of, depths_of, enough, ratio_of, readings
 from tideforge.engine.events import log_event
+from tideforge.engine.objective import Objective
 from tideforge.engine.outcome import Figures, Outcome
 from tideforge.engine.prepared import Spent
 from tideforge.errors import CandidateError, IncumbentLost
@@ -212,4 +213,4 @@ class FastTier:
 def figures(timed: Timed, noise: tuple[float, ...], larger: int) -> Figures:
     """The ratio is of the layers between the depths; tokens/s and latencies are of the larger depth."""
     found = measure.with_noise_floor(ratio_of(blocks_of(timed.steps)), noise)
-    return measure.figures_of(found, timed.blocks[larger])
+    return dataclasses.replace(measure.figures_of(found, timed.blocks[larger]), **Objective().words())

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from tideforge.data.files import full_disk_named
 from tideforge.errors import CandidateError
 
 ENTRY = "forward.py"
@@ -19,6 +21,7 @@ KNOBS = "knobs.json"
 MAX_BYTES = 1 << 20
 MAX_FILES = 200
 MAX_NAME = 100
+MODELS = Path(__file__).resolve().parent / "models"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +75,11 @@ class Forward:
 
     @classmethod
     def load(cls, folder: Path) -> Forward:
+        """The .py and .json files of a folder. CandidateError for one that is no plain file or leads out of the folder,
+        except to this package's own models; OSError or ValueError for one that cannot be read as text."""
         paths = sorted(p for p in folder.rglob("*") if p.suffix in (".py", ".json") and "__pycache__" not in p.parts)
-        return cls({p.relative_to(folder).as_posix(): p.read_text() for p in paths})
+        roots = (folder.resolve(), MODELS)
+        return cls({p.relative_to(folder).as_posix(): _text(p, roots) for p in paths})
 
     def _is(self, folder: Path) -> bool:
         """Whether it holds these files and no other, what an interpreter keeps beside them left out."""
@@ -95,14 +101,33 @@ class Forward:
             if self._is(target):
                 return target
             shutil.rmtree(target, ignore_errors=True)
-        root.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=root))
-        staging.chmod(0o755)
-        for name, text in self.files.items():
-            (staging / name).parent.mkdir(parents=True, exist_ok=True)
-            (staging / name).write_text(text)
-        try:
-            os.rename(staging, target)
-        except OSError:  # another process saved the same bytes first
-            shutil.rmtree(staging, ignore_errors=True)
+        with full_disk_named(root):
+            root.mkdir(parents=True, exist_ok=True)
+            staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=root))
+            try:
+                self._write(staging)
+                with contextlib.suppress(OSError):  # another process saved the same bytes first
+                    os.rename(staging, target)
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
         return target
+
+    def _write(self, folder: Path) -> None:
+        folder.chmod(0o755)
+        for name, text in self.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+
+
+def _text(path: Path, roots: Collection[Path]) -> str:
+    try:
+        real = path.resolve(strict=True)
+    except (FileNotFoundError, RuntimeError):  # RuntimeError: a loop of links
+        said = f"{path.name} links to {os.readlink(path)}, which is not there; copy a folder of links with cp -rL"
+        raise CandidateError("refused", said) from None
+    if not any(real.is_relative_to(root) for root in roots):
+        raise CandidateError("refused", f"{path.name} leads out of its folder, to {real}; copy what it needs into it")
+    if not real.is_file():  # reading a FIFO would wait for a writer
+        raise CandidateError("refused", f"{path.name} is no plain file")
+    with real.open() as file:
+        return file.read(MAX_BYTES + 1)  # whatever is longer is refused

@@ -8,6 +8,10 @@ import resource
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import subprocess
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # Linux, prctl(2)
@@ -17,6 +21,11 @@ _CLONE_NEWUSER, _CLONE_NEWPID = 0x10000000, 0x20000000  # Linux, clone(2)
 def die_with_parent() -> None:
     """SIGKILL for the calling process as soon as the thread that spawned it is gone."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def signal_with_parent(number: int) -> None:
+    """Like die_with_parent, with a signal that can be caught."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, number)
 
 
 def start_detached(command: Sequence[str], log: Path) -> int:
@@ -30,12 +39,27 @@ def start_detached(command: Sequence[str], log: Path) -> int:
     return os.posix_spawn(command[0], list(command), dict(os.environ), file_actions=actions, setsid=True)
 
 
+def exit_code(pid: int) -> int | None:
+    """Of a process started here that has ended, which is reaped: negative for a signal, 255 if somebody else reaped it."""
+    try:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return 255
+    return os.waitstatus_to_exitcode(status) if ended == pid else None
+
+
 def has_ended(pid: int) -> bool:
     """Whether a process started here has ended (and reaps it)."""
-    try:
-        return os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:
-        return True
+    return exit_code(pid) is not None
+
+
+def reaped(process: subprocess.Popen[bytes]) -> int:
+    """Waits for the process, and meanwhile for whatever orphan the calling process has adopted; the process's exit code."""
+    while True:
+        pid, status = os.wait()
+        if pid == process.pid:
+            process.returncode = os.waitstatus_to_exitcode(status)
+            return process.returncode
 
 
 def adopt_orphans() -> None:

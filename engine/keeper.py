@@ -7,6 +7,7 @@ are segments by name. Both are handed over as file descriptors, so a worker's de
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import math
 import mmap
@@ -14,20 +15,21 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tideforge.engine import memory, procfs, protocol
+from tideforge.engine import memory, procfs, protocol, sockets
 from tideforge.engine.digests import Plane
 from tideforge.engine.events import log_event
 from tideforge.engine.segment import DeviceSegment, Filler, Segment
-from tideforge.engine.weights import RANDOM, read_tensors
-from tideforge.errors import ProtocolError
+from tideforge.engine.weights import RANDOM, fingerprint, read_tensors
+from tideforge.errors import PREFIX, ProtocolError, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,6 +71,8 @@ class Keeper:
         self.arenas: dict[str, Segment] = {}
         self.other: Segment | None = None  # the weights under a seed, while somebody wants them
         self._lock = threading.Lock()
+        self.users = 0  # connections
+        self.fingerprint = fingerprint(model)  # before they are read: what changes meanwhile shows
         self.loads = 0
         self._load()
 
@@ -188,10 +192,22 @@ class Keeper:
                 self.other.close()
             self.other = None
 
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """As long as somebody is connected."""
+        with self._lock:
+            self.users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.users -= 1
+
     def status(self) -> dict[str, Any]:
         return {
             "pid": os.getpid(), "model": str(self.model), "dtype": self.dtype, "sha256": self.sha256, "bytes": self.size,
-            "loads": self.loads, "started": self.started, "device": self.device,
+            "loads": self.loads, "started": self.started, "device": self.device, "fingerprint": self.fingerprint,
+            "users": self.users,
             "arenas": {name: segment.size for name, segment in self.arenas.items()},
         }  # fmt: skip
 
@@ -214,22 +230,27 @@ def serve(keeper: Keeper, listener: socket.socket) -> None:
     """Answers each connection in a thread of its own, until the process is told to end."""
 
     def handle(connection: socket.socket) -> None:
-        with connection:
-            while True:
-                try:
-                    request = protocol.recv(connection)
-                    answer, fds = keeper.answer(request.header)
-                except (ProtocolError, KeyError, OSError) as error:
-                    if not isinstance(error, ProtocolError) or "does not know" in str(error):
-                        protocol.send(connection, {"type": "error", "message": str(error)})
-                        continue
-                    return  # the peer went away or talks nonsense: its connection ends, nothing else does
-                arrays = {name: answer.pop(name) for name in ("digests",) if name in answer}
-                protocol.send(connection, answer, arrays, fds)
+        with connection, keeper.used():
+            converse(keeper, connection)
 
     while True:
         connection, _ = listener.accept()
         threading.Thread(target=handle, args=(connection,), daemon=True).start()
+
+
+def converse(keeper: Keeper, connection: socket.socket) -> None:
+    """Until the peer goes away."""
+    while True:
+        try:
+            request = protocol.recv(connection)
+            answer, fds = keeper.answer(request.header)
+        except (ProtocolError, KeyError, OSError) as error:
+            if not isinstance(error, ProtocolError) or "does not know" in str(error):
+                protocol.send(connection, {"type": "error", "message": str(error)})
+                continue
+            return  # the peer went away or talks nonsense: its connection ends, nothing else does
+        arrays = {name: answer.pop(name) for name in ("digests",) if name in answer}
+        protocol.send(connection, answer, arrays, fds)
 
 
 def main() -> None:
@@ -240,14 +261,13 @@ def main() -> None:
     parser.add_argument("--state", type=Path, required=True)
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    keeper = Keeper(args.model, args.dtype, args.device)
+    try:
+        keeper = Keeper(args.model, args.dtype, args.device)
+    except UserError as error:
+        print(f"{PREFIX}{error}", file=sys.stderr, flush=True)
+        sys.exit(2)
     log_event(args.state, "weight_load", model=str(args.model), sha256=keeper.sha256, bytes=keeper.size)
-    path = args.state / "keeper.sock"
-    path.unlink(missing_ok=True)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(str(path))
-        os.chmod(path, 0o600)
-        listener.listen(16)
+    with sockets.listen(args.state / "keeper.sock", 16) as listener:
         serve(keeper, listener)
 
 

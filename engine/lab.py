@@ -9,12 +9,9 @@ import contextlib
 import dataclasses
 import fcntl
 import os
-import signal
 import socket
-import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,15 +25,17 @@ from tideforge.engine.digests import Plane
 from tideforge.engine.events import log_event
 from tideforge.engine.executor import RemoteExecutor
 from tideforge.engine.forward import Forward
-from tideforge.engine.guard import has_ended, start_detached
+from tideforge.engine.keepers import LANE as LANE
+from tideforge.engine.keepers import START_TIMEOUT_S, connect_keeper
+from tideforge.engine.keepers import end_keeper as end_keeper
+from tideforge.engine.keepers import keeper_folders as keeper_folders
+from tideforge.engine.keepers import keeper_status as keeper_status
 from tideforge.engine.kernels import copy_kernels
 from tideforge.engine.memory import Arena
 from tideforge.engine.sandbox import REQUIRE, Places, sandbox_for
 from tideforge.engine.spawn import Nursery
-from tideforge.errors import CandidateError, PeerGone, ProtocolError, UserError
+from tideforge.errors import CandidateError
 
-START_TIMEOUT_S = 120.0
-LANE = "lane"  # lane-1, lane-2: state folders of an endpoint's further devices
 LEAST_MEMORY = 2 << 30  # bytes that a worker may hold on any machine
 
 
@@ -284,67 +283,3 @@ def worker_environment(threads: int) -> dict[str, str]:
     # Compiling in a pool of processes would leave them behind.
     kept["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     return {**kept, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "PYTHONUNBUFFERED": "1"}
-
-
-def connect_keeper(settings: Settings) -> socket.socket:
-    """A connection to the endpoint's keeper, which is started when none runs. It must hold this model at this precision."""
-    path = settings.state / "keeper.sock"
-    with (settings.state / "keeper.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        sock = _connect(path) or _start_keeper(settings, path)
-    status = protocol.call(sock, {"type": "status"}, START_TIMEOUT_S).header
-    held = (Path(status["model"]), status["dtype"], status["device"])
-    if held != (settings.model.resolve(), settings.dtype, settings.device):
-        sock.close()
-        problem = f"its keeper holds {held[0]} as {held[1]} on {held[2]}"
-        raise UserError(str(path), problem, "use another state folder, or stop it first")
-    return sock
-
-
-def _connect(path: Path) -> socket.socket | None:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.connect(str(path))
-    except (FileNotFoundError, ConnectionRefusedError):
-        sock.close()
-        return None
-    return sock
-
-
-def _start_keeper(settings: Settings, path: Path) -> socket.socket:
-    log = settings.state / "logs" / "keeper.log"
-    command = [
-        sys.executable, "-m", "tideforge.engine.keeper", "--model", str(settings.model.resolve()),
-        "--dtype", settings.dtype, "--device", settings.device, "--state", str(settings.state.resolve()),
-    ]  # fmt: skip
-    pid = start_detached(command, log)
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if (sock := _connect(path)) is not None:
-            return sock
-        if has_ended(pid):
-            raise ProtocolError(f"the keeper ended while starting; see {log}")
-        time.sleep(0.05)
-    raise ProtocolError(f"the keeper was not ready within {START_TIMEOUT_S:g} s; see {log}")
-
-
-def keeper_status(state: Path) -> dict[str, Any] | None:
-    """What the running keeper says of itself, or None when none runs, or one that is just ending."""
-    sock = _connect(state / "keeper.sock")
-    if sock is None:
-        return None
-    with sock, contextlib.suppress(PeerGone):
-        return protocol.call(sock, {"type": "status"}, 10).header
-    return None
-
-
-def keeper_folders(state: Path) -> list[Path]:
-    """Where keepers of an endpoint may run: its state folder, and below it one for each further device."""
-    return [state, *sorted(state.glob(f"{LANE}-*"))]
-
-
-def end_keeper(state: Path) -> None:
-    """Ends the keepers of a state folder that run, and with them weights and pages."""
-    for folder in keeper_folders(state):
-        if (status := keeper_status(folder)) is not None:
-            os.kill(status["pid"], signal.SIGTERM)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+import statistics
 from collections.abc import Sequence
+from typing import Any
 
 from tideforge.data.workload import RequestShape
 from tideforge.engine.load import Closed, Load, LoadBlock, Open, fitting
@@ -17,6 +19,7 @@ from tideforge.engine.measure import Block, percentile, user_tps
 from tideforge.errors import UserError
 
 FIGURES = ("output_tps", "tps_per_user_p90", "ttft")  # the endpoint's fourth, cost, is output_tps on given hardware
+UNITS = {"output_tps": ("more", "tokens/s"), "tps_per_user_p90": ("more", "tokens/s per user"), "ttft": ("less", "ms")}
 ARRIVALS = ("closed", "open")
 CONVERSATIONS_A_USER = 2  # of one replay of a load
 
@@ -53,6 +56,18 @@ class Objective:
         if self.maximize == "ttft":
             return 1 / percentile([answer.ttft_s for answer in block.answers], 0.9)
         return user_tps([Block(block.seconds, block.answers)])[1] if self.maximize != "output_tps" else block.output_tps
+
+    def words(self) -> dict[str, Any]:
+        """Name, direction and unit, as a trial's figures state them."""
+        better, unit = UNITS[self.maximize]
+        return {"objective": self.maximize, "better": better, "unit": unit}
+
+    def told(self, blocks: Sequence[tuple[Block, Block]]) -> dict[str, Any]:
+        """The fields of Figures that name the objective, with both sides' medians over the blocks (incumbent's, candidate's)."""
+        incumbent, candidate = (statistics.median(map(self.worth, side)) for side in zip(*blocks, strict=True))
+        if self.maximize == "ttft":
+            incumbent, candidate = 1e3 / incumbent, 1e3 / candidate
+        return {**self.words(), "candidate": candidate, "incumbent": incumbent}
 
     def load_of(self, part: Sequence[RequestShape], users: int, longest: int, rng: random.Random) -> Load:
         """A load of conversations drawn from the part: for open arrivals a stretch of them, from its first one on.

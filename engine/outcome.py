@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import types
+import typing
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from tideforge.data.files import read_json
+
+T = typing.TypeVar("T")
+
 SLOW, FAST = "slow", "fast"  # tiers
+AGAIN = "stop and start its engine, which sets the file aside and tries the candidate again"
 
 
 class Outcome(StrEnum):
@@ -45,9 +54,9 @@ UNJUDGED = frozenset({Outcome.CANCELLED, Outcome.NOT_MEASURED})  # these say not
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What a passed trial measured. The ratio is of its objective, output tokens/s unless the night has another, paired."""
+    """What a passed trial measured, paired. The ratio is of the objective, and above 1 where the candidate is better."""
 
-    ratio: float  # above 1: the candidate is better
+    ratio: float  # of "less is better" it is incumbent / candidate, else candidate / incumbent
     ci_low: float
     ci_high: float
     pairs: int
@@ -56,6 +65,23 @@ class Figures:
     ttft_ms: float  # median over the requests of the candidate's blocks
     tps_per_user_p50: float
     tps_per_user_p90: float  # 1 / P90 of latency per output token
+    objective: str = ""  # that the ratio is of (objective.FIGURES); empty where it was not written down
+    better: str = ""  # "more" or "less", of the objective's own figure
+    unit: str = ""  # of the two below
+    candidate: float | None = (
+        None  # the objective's figure, median of the blocks; None on the fast tier: the ratio is of layers
+    )
+    incumbent: float | None = None
+
+    @property
+    def told(self) -> str:
+        """Ratio, objective, direction and the candidate's figure, for people."""
+        objective, own = "an objective that was not written down", f"{self.candidate_tps:.1f} output tokens/s"
+        if self.objective:
+            objective = f"{self.objective} ({self.better} is better)"
+        if self.candidate is not None and self.incumbent is not None:
+            own = f"{self.candidate:.4g} {self.unit} against the incumbent's {self.incumbent:.4g}"
+        return f"{self.ratio:.4f} [{self.ci_low:.4f}, {self.ci_high:.4f}] times as good by {objective}: {own}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +108,7 @@ class Trial:
     gates_s: float = 0.0  # the ladder's; 0 where it was not asked
     finished_at: float | None = None
     environment: dict[str, Any] = dataclasses.field(default_factory=dict)
+    setting: str = ""  # id of what it was measured against (setting.py); empty where it was not written down
 
     def __post_init__(self) -> None:
         if (self.figures is not None) != (self.outcome is Outcome.PASSED):
@@ -101,11 +128,41 @@ class Trial:
 
     @classmethod
     def from_json(cls, text: str) -> Trial:
-        raw = json.loads(text)
-        raw["outcome"] = Outcome(raw["outcome"]) if raw["outcome"] else None
-        raw["figures"] = Figures(**raw["figures"]) if raw["figures"] else None
-        return cls(**raw)
+        return cls.of(json.loads(text))
 
     @classmethod
-    def read(cls, path: Path) -> Trial:
-        return cls.from_json(path.read_text())
+    def of(cls, raw: Mapping[str, Any]) -> Trial:
+        """Raises ValueError, KeyError or TypeError when it is the record of no trial."""
+        outcome = Outcome(raw["outcome"]) if raw.get("outcome") else None
+        figures = of_types(Figures(**raw["figures"])) if raw.get("figures") else None
+        return of_types(cls(**{**raw, "outcome": outcome, "figures": figures}))
+
+    @classmethod
+    def read(cls, path: Path, remedy: str = AGAIN) -> Trial:
+        """Of a trial's own folder. UserError when the file is damaged or another trial's."""
+        return read_json(path, lambda raw: cls.of(raw)._in(path.parent.name), remedy)
+
+    def _in(self, folder: str) -> Trial:
+        if self.id != folder:
+            raise ValueError(f"it is of the trial {self.id}")
+        return self
+
+
+@functools.cache
+def _types(kind: Any) -> dict[str, tuple[type, ...]]:
+    """What each field of a record may hold; an int does for a float."""
+    allowed = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        hints = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        plain = tuple(typing.get_origin(one) or one for one in hints)
+        allowed[name] = (*plain, int) if float in plain else plain
+    return allowed
+
+
+def of_types(record: T) -> T:
+    """The record. TypeError where a field holds something else than it is declared as: JSON may hold anything."""
+    kind: Any = type(record)
+    for name, allowed in _types(kind).items():
+        if not isinstance(value := getattr(record, name), allowed):
+            raise TypeError(f"{name} is {str(value)[:40]!r}")
+    return record

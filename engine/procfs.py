@@ -64,6 +64,11 @@ def below(pid: int) -> list[int]:
     return found
 
 
+def runs(pid: int) -> bool:
+    """Whether the process is there; not a zombie."""
+    return _text(f"{PROC}/{pid}/stat").rpartition(")")[2].split()[:1] not in ([], ["Z"], ["X"])
+
+
 def cpu_seconds(pid: int) -> float:
     """Of all its threads, ended ones too, to the nanosecond; of children that it waited for, to a tick. 0 when it is gone."""
     fields = _text(f"{PROC}/{pid}/stat").rpartition(")")[2].split()

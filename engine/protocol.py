@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tideforge.errors import PeerGone, PeerTimeout, ProtocolError
+from tideforge.errors import PeerGone, PeerTimeout, ProtocolError, UserError
 
 VERSION = 2
 MAX_HEADER = 16 << 20
@@ -91,9 +91,11 @@ def recv(sock: socket.socket, timeout_s: float | None = None, max_bytes: int = M
 def call(
     sock: socket.socket, header: Mapping[str, Any], timeout_s: float | None = None, **arrays: np.ndarray
 ) -> Message:
-    """One request, one answer. An answer of type "error" is raised as ProtocolError."""
+    """One request, one answer. An answer of type "error" is raised as ProtocolError, one of "user_error" as UserError."""
     send(sock, header, arrays)
     answer = recv(sock, timeout_s)
+    if answer.type == "user_error":
+        raise UserError(*map(str, answer.header["parts"]))
     if answer.type == "error":
         raise ProtocolError(str(answer.header.get("message", "unnamed error")))
     return answer

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import struct
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -19,19 +20,23 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tideforge.engine import procfs, protocol
+from tideforge.data.files import FULL, disk_full
+from tideforge.engine import procfs, protocol, sockets
 from tideforge.engine.archive import write_atomic
-from tideforge.engine.client import CONTROL, SOCKET
+from tideforge.engine.claim import claim
+from tideforge.engine.client import CONTROL, LOCK, SOCKET
 from tideforge.engine.evaluate import Bench
 from tideforge.engine.events import log_event
 from tideforge.engine.forward import Forward
 from tideforge.engine.lane import Lane
 from tideforge.engine.outcome import Trial
 from tideforge.engine.service_config import ServiceConfig
+from tideforge.engine.setting import Setting
 from tideforge.engine.trial_queue import TrialQueue
-from tideforge.errors import CandidateError, PeerGone, ProtocolError
+from tideforge.errors import PREFIX, CandidateError, PeerGone, ProtocolError, UserError
 
 WAIT_SLICE_S = 10.0
+ASK_S, MAX_REFUSED = 10.0, 1 << 20  # for a request that is refused: seconds, bytes
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -41,12 +46,14 @@ class Service:
 
     def __init__(self, config: ServiceConfig) -> None:
         self.config, self.night = config, config.night
-        self.queue = TrialQueue(self.night, config.settings.state / "forwards")
+        self.setting = Setting.of(config)
+        self.queue = TrialQueue(self.night, config.settings.state / "forwards", self.setting.id)
         self.incumbent: Forward | None = None  # once a lane is ready
 
     def run(self) -> None:
         """Until it is stopped. A lane that ends early is logged and the others go on; raises when the last one does."""
-        log_event(self.night, "service_start", waiting=len(self.queue.archive.waiting))
+        self.setting.write(self.night)
+        log_event(self.night, "service_start", waiting=len(self.queue.archive.waiting), setting=self.setting.id)
         state = self.config.settings.state
         with listen(state / SOCKET) as agents, listen(state / CONTROL) as control:
             for listener, answer in ((agents, self.answer), (control, self.control)):
@@ -85,6 +92,8 @@ class Service:
     def _converse(self, connection: socket.socket, answer: Answer) -> None:
         with connection, contextlib.suppress(PeerGone):
             if procfs.descends(peer_of(connection), os.getpid()):
+                with contextlib.suppress(ProtocolError):  # unread, it would find the connection closed and no answer
+                    protocol.recv(connection, ASK_S, MAX_REFUSED)
                 protocol.send(
                     connection, {"type": "error", "message": "the service takes nothing from its own workers"}
                 )
@@ -93,9 +102,17 @@ class Service:
                 request = protocol.recv(connection).header
                 try:
                     told = answer(request)
-                except (ProtocolError, CandidateError, KeyError, TypeError, ValueError, OSError) as error:
-                    told = {"type": "error", "message": f"{type(error).__name__}: {error}"}
+                except (ProtocolError, CandidateError, UserError, KeyError, TypeError, ValueError, OSError) as error:
+                    told = self._problem(error)
                 protocol.send(connection, told)
+
+    def _problem(self, error: Exception) -> dict[str, Any]:
+        """What is answered in place of an answer."""
+        if isinstance(error, OSError) and error.errno in FULL:
+            error = disk_full(self.night)
+        if isinstance(error, UserError):
+            return {"type": "user_error", "parts": [error.thing, error.problem, error.remedy]}
+        return {"type": "error", "message": f"{type(error).__name__}: {error}"}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """One request of an agent, or of anybody who may read."""
@@ -108,14 +125,17 @@ class Service:
             return {"type": "trial", "trial": self._wait(request["id"], float(request["timeout_s"])).to_json()}
         if kind == "trials":
             with self.queue.changed:
-                return {"type": "trials", "trials": [trial.to_json() for trial in self.queue.archive.trials.values()]}
+                return {"type": "trials", "trials": [trial.to_json() for trial in self.queue.archive.present]}
         if kind == "incumbent":
             return {"type": "incumbent", "files": dict(self._ready().files)}
         if kind == "queue":
             with self.queue.changed:
                 running, ready = self.queue.running, self.incumbent is not None
                 waiting = sum(trial.id not in running for trial in self.queue.archive.waiting)
-                return {"type": "queue", "waiting": waiting, "running": next(iter(running), None), "ready": ready}
+                return {
+                    "type": "queue", "waiting": waiting, "running": next(iter(running), None), "ready": ready,
+                    "stopping": self.queue.stopping,
+                }  # fmt: skip
         if kind == "status":
             return {"type": "status", "night": str(self.night), "pid": os.getpid()}
         if kind == "source":
@@ -163,12 +183,7 @@ def peer_of(connection: socket.socket) -> int:
 
 def listen(path: Path) -> socket.socket:
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    path.unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(path))
-    os.chmod(path, 0o600)
-    listener.listen(64)
-    return listener
+    return sockets.listen(path, 64)
 
 
 def engine_source() -> dict[str, str]:
@@ -184,8 +199,16 @@ def main() -> None:
     args = parser.parse_args()
     config = ServiceConfig.read(args.config)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
-    write_atomic(config.night / "service.pid", str(os.getpid()))
-    Service(config).run()
+    try:
+        state = config.settings.state
+        state.mkdir(parents=True, exist_ok=True)
+        (state / LOCK).parent.mkdir(mode=0o700, exist_ok=True)
+        claim(state / LOCK, state, "another service", "stop it first: tideforge engine stop")
+        write_atomic(config.night / "service.pid", str(os.getpid()))
+        Service(config).run()
+    except UserError as error:
+        print(f"{PREFIX}{error}", file=sys.stderr, flush=True)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

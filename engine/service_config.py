@@ -6,13 +6,15 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
+from tideforge.data.files import read_json
 from tideforge.data.workload import Workload
 from tideforge.engine.archive import write_atomic
 from tideforge.engine.blocks import BlockPool
 from tideforge.engine.config import Settings, bucket
 from tideforge.engine.core import EngineCore
-from tideforge.engine.lab import LANE
+from tideforge.engine.keepers import LANE
 from tideforge.engine.load import fitting
 from tideforge.engine.objective import CONVERSATIONS_A_USER, Objective
 
@@ -70,7 +72,10 @@ class ServiceConfig:
 
     @classmethod
     def read(cls, path: Path) -> ServiceConfig:
-        raw = json.loads(path.read_text())
+        return read_json(path, cls.of, "start the engine or the search again: it writes the file anew")
+
+    @classmethod
+    def of(cls, raw: dict[str, Any]) -> ServiceConfig:
         return cls(
             **{
                 **raw,

@@ -44,7 +44,8 @@ class SlowTier:
             chosen = timed.to_check(CHECKED_ANSWERS)
             check.require_right(bench.reference, chosen, bench.layers, bench.bounds.logit_gap)
         self._require_possible(timed.fastest_step_s)
-        return measure.figures_of(measure.with_noise_floor(timed.ratio, bench.noise), timed.blocks)
+        found = measure.figures_of(measure.with_noise_floor(timed.ratio, bench.noise), timed.blocks)
+        return dataclasses.replace(found, **bench.config.objective.told(timed.blocks))
 
     def _warm(self, prepared: Prepared) -> None:
         """Checked before it is timed, and its graphs captured; once, however often the incumbent dies."""

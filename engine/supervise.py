@@ -1,4 +1,8 @@
-"""Starts the service and starts it again when it is killed: the archive on disk lets it go on. Ends when it ends by itself."""
+"""Starts the service and starts it again when it is killed: the archive on disk lets it go on. Ends when it ends by itself.
+
+Told to end (SIGTERM) it ends the service at once. If no service of it has been ready by then, what they started goes too: a failed
+start leaves no keeper behind.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,9 @@ import sys
 import time
 from pathlib import Path
 
+from tideforge.engine import procfs
 from tideforge.engine.events import log_event, read_events
-from tideforge.engine.guard import die_with_parent
+from tideforge.engine.guard import adopt_orphans, die_with_parent, reaped
 from tideforge.engine.service_config import ServiceConfig
 
 MAX_RESTARTS = 10
@@ -21,6 +26,17 @@ PAUSE_S = 0.5
 def supervise(config_path: Path) -> int:
     """The service's exit code once it ended by itself, or before it was ready; 70 when it died more than MAX_RESTARTS times."""
     config = ServiceConfig.read(config_path)
+    adopt_orphans()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    before = readied(config)
+    try:
+        return _restarted(config, config_path)
+    finally:
+        if readied(config) == before:
+            procfs.kill(procfs.descendants(os.getpid()))
+
+
+def _restarted(config: ServiceConfig, config_path: Path) -> int:
     command = [sys.executable, "-m", "tideforge.engine.service", "--config", str(config_path)]
     for _ in range(MAX_RESTARTS + 1):
         ready = readied(config)
@@ -28,7 +44,7 @@ def supervise(config_path: Path) -> int:
             service = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=die_with_parent
             )
-        code = service.wait()
+        code = reaped(service)
         if code == 0 or (code > 0 and readied(config) == ready):
             return code
         why = {"signal": signal.Signals(-code).name} if code < 0 else {"code": code}

@@ -22,8 +22,11 @@ MAX_BEGINNINGS = 3  # of one trial: a candidate that the service does not surviv
 class TrialQueue:
     """`changed` is notified whenever anything here changes; holding it, several looks are one."""
 
-    def __init__(self, night: Path, forwards: Path) -> None:
-        self.night, self.archive = night, Archive(night, forwards)
+    def __init__(self, night: Path, forwards: Path, setting: str = "") -> None:
+        """`setting`: id of what its trials are measured against (setting.py)."""
+        self.night, self.archive = night, Archive(night, forwards, setting, set_aside=True)
+        for path in self.archive.damaged:
+            log_event(night, "damaged", path=str(path))
         self.changed = threading.Condition()
         self.stopping = False
         self.under_way: dict[str, Trial] = {}  # in order of beginning

@@ -12,10 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tideforge.data.files import read_json, set_aside
 from tideforge.engine import measure
 from tideforge.engine.archive import write_atomic
 from tideforge.engine.events import log_event
 from tideforge.engine.service_config import new_core
+from tideforge.engine.setting import Setting
+from tideforge.errors import UserError
 
 if TYPE_CHECKING:
     from tideforge.engine.evaluate import Bench
@@ -25,11 +28,27 @@ TUNED = "tuned.json"
 
 
 def tuned_knobs(bench: Bench) -> dict[str, Any]:
-    """The incumbent's best knobs by a plain search, frozen for every candidate. The first bench of a night searches."""
-    path = bench.config.night / TUNED
-    if path.exists():
-        return dict(json.loads(path.read_text())["knobs"])
+    """The incumbent's best knobs by a plain search, frozen for every candidate. The first bench of a night's setting searches."""
+    if (known := _known_knobs(bench).get(Setting.of(bench.config).id)) is not None:
+        return known
     return best_knobs(bench) if bench.config.tune else bench.incumbent.knobs
+
+
+def _known_knobs(bench: Bench) -> dict[str, dict[str, Any]]:
+    """Those found before, by setting. A file that is damaged or names knobs that are none is set aside."""
+    path = bench.config.night / TUNED
+
+    def by_setting(raw: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        known = {str(setting): dict(knobs) for setting, knobs in raw.get("by_setting", {}).items()}
+        for knobs in (raw["knobs"], *known.values()):
+            bench.lab.settings.with_knobs(knobs)
+        return known
+
+    try:
+        return read_json(path, by_setting, "remove it") if path.exists() else {}
+    except UserError as error:
+        log_event(bench.config.night, "damaged", path=str(set_aside(path)), problem=str(error))
+        return {}
 
 
 @contextlib.contextmanager
@@ -41,10 +60,14 @@ def one_bench_tunes(night: Path) -> Iterator[None]:
 
 
 def write_tuned(bench: Bench, served: str) -> None:
-    """`served`: the id under which the incumbent serves; with its tuned knobs it may have another."""
+    """`served`: the id under which the incumbent serves; with its tuned knobs it may have another.
+
+    Knobs of other settings are kept: a candidate holds its incumbent's, and would be another forward with others.
+    """
+    knobs = {**_known_knobs(bench), Setting.of(bench.config).id: bench.incumbent.knobs}
     facts = {
         "knobs": bench.incumbent.knobs, "incumbent": bench.incumbent.id, "served": served,
-        "bounds": dataclasses.asdict(bench.bounds),
+        "bounds": dataclasses.asdict(bench.bounds), "by_setting": knobs,
     }  # fmt: skip
     write_atomic(bench.config.night / TUNED, json.dumps(facts))
 

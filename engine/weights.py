@@ -7,6 +7,7 @@ model.safetensors.index.json, whose weight_map says which file holds which tenso
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import mmap
@@ -55,6 +56,18 @@ class Checkpoint:
         """The tensor in fp32; a view when it is stored so, a copy otherwise. Exact for fp16 and bfloat16."""
         dtype, array = self.stored(name)
         return to_float32(dtype, array)
+
+
+def fingerprint(folder: Path) -> str:
+    """Changes when the folder holds other weights: hex, over what is cheap to read of its files (not the weights themselves)."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        state = path.stat()
+        digest.update(f"{path.name} {state.st_size} {state.st_mtime_ns}\n".encode())
+    for path in (folder / "config.json", folder / INDEX, folder / RANDOM):
+        if path.exists():
+            digest.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
 
 
 def of_both_kinds(folder: Path) -> UserError:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from tideforge import __version__
-from tideforge.errors import TideforgeError, UserError
+from tideforge.errors import PREFIX, TideforgeError, UserError
 
 # name -> (module in flows/commands, attribute, one line for the overview)
 COMMANDS: dict[str, tuple[str, str, str]] = {
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> Any:
         _say("stopped")
         sys.exit(1)
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         _say(unusable(error))
         sys.exit(2)
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> Any:
 
 
 def _say(error: object) -> None:
-    click.echo(f"tideforge: {error}", err=True)
+    click.echo(f"{PREFIX}{error}", err=True)
 
 
 def misused(error: click.UsageError) -> UserError:
@@ -113,6 +113,7 @@ REMEDIES = {
     errno.EPERM: "change its permissions or name another path",
     errno.EROFS: "name a path on a disk that can be written",
     errno.ENOSPC: "free space there or name another path",
+    errno.EDQUOT: "free space there or name another path",
     errno.ENAMETOOLONG: "name a shorter path",
 }
 
@@ -120,7 +121,7 @@ REMEDIES = {
 def unusable(error: OSError) -> UserError:
     """A path that the system refuses. Most come from the command line or from the endpoint file."""
     problem = f"cannot be used ({(error.strerror or type(error).__name__).lower()})"
-    return UserError(str(error.filename), problem, REMEDIES.get(error.errno or 0, "name another path"))
+    return UserError(str(error.filename or "the disk"), problem, REMEDIES.get(error.errno or 0, "name another path"))
 
 
 if __name__ == "__main__":

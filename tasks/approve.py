@@ -6,13 +6,12 @@ here, early, so that the run keeps waiting; and by the server in the end.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tideforge.data.files import canonical_json, write_whole
+from tideforge.data.files import canonical_json, read_json, write_whole
 from tideforge.engine.forward import Forward
 from tideforge.engine.release import Decision, Gain, Release, load_forward, read_approvers, verify
 from tideforge.errors import Refused, UserError
@@ -22,6 +21,7 @@ from tideforge.tasks.store import Manifest, Run
 
 NOT_WANTED = "the night was told to end with the verdict"
 REFUSED_KEPT, REFUSED_TEXT = 5, 200  # forms, and characters of what each says of itself
+FORGOTTEN = "remove it: the count of refused forms begins anew"
 
 
 def state_of(run: Run) -> Path:
@@ -148,7 +148,9 @@ def check_release(run: Run) -> Release:
     if release.run != run.id:
         raise Refused(f"the record is about run {release.run}, not {run.id}")
     if (run.folder / "superseded.json").exists():
-        newer = json.loads((run.folder / "superseded.json").read_text())["by"]
+        newer = read_json(
+            run.folder / "superseded.json", lambda raw: str(raw["by"]), "restore it: a newer night stands"
+        )
         raise Refused(f"superseded: the newer night {newer} of this endpoint stands")
     verified = run.manifest("verify")
     if verified is None:
@@ -206,7 +208,7 @@ def count_refusal(run: Run, form: Mapping[str, Any], reason: str) -> None:
     """refused.json: how many forms decided nothing, and the last few in short. It never grows beyond that."""
     count, _ = refusals(run)
     path = run.folder / "refused.json"
-    last = list(json.loads(path.read_text())["last"]) if count else []
+    last = read_json(path, lambda raw: list(raw["last"]), FORGOTTEN) if count else []
     said = {name: str(form.get(name, ""))[:REFUSED_TEXT] for name in ("who", "why")}
     entry = {"at": time.time(), "approve": bool(form.get("approve")), **said, "reason": reason[:REFUSED_TEXT]}
     write_whole(path, canonical_json({"count": count + 1, "last": [*last, entry][-REFUSED_KEPT:]}))
@@ -217,8 +219,7 @@ def refusals(run: Run) -> tuple[int, str]:
     path = run.folder / "refused.json"
     if not path.exists():
         return 0, ""
-    known = json.loads(path.read_text())
-    return int(known["count"]), str(known["last"][-1]["reason"])
+    return read_json(path, lambda raw: (int(raw["count"]), str(raw["last"][-1]["reason"])), FORGOTTEN)
 
 
 def supersede_older(run: Run, release: Release) -> list[str]:

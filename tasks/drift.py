@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tideforge.data.files import canonical_json, write_whole
+from tideforge.data.files import canonical_json, read_json, write_whole
 from tideforge.errors import UserError
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.night import runs_root
@@ -90,9 +89,6 @@ def record(endpoint: Endpoint, run: Run, rows: Reading, count: int, facts: dict[
 def last_recompile(endpoint: Endpoint) -> float | None:
     """When a look last asked for a night; seconds since the epoch."""
     folder: Path = endpoint.state / "drift"
-    times = [
-        float(decision["time"])
-        for path in (folder.glob("*.json") if folder.is_dir() else ())
-        if (decision := json.loads(path.read_text()))["recompile"]
-    ]
-    return max(times, default=None)
+    paths = folder.glob("*.json") if folder.is_dir() else ()
+    looks = [read_json(path, lambda raw: (float(raw["time"]), bool(raw["recompile"])), "remove it") for path in paths]
+    return max((time for time, asked in looks if asked), default=None)

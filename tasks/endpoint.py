@@ -16,7 +16,7 @@ TRACKING = ("http", "https", "sqlite", "postgresql", "mysql", "mssql")  # scheme
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Hardware(Strict):
@@ -40,7 +40,7 @@ class WorkloadSpec(Strict):
     """How the profile is scaled down to what a trial can replay."""
 
     users: int = Field(default=16, ge=1)
-    prompt_tokens: tuple[int, int] = (16, 32)
+    prompt_tokens: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] = (16, 32)
     output_tokens: Tokens | tuple[Tokens, Tokens] = Field(
         default=48, description="of a held-out request: all alike, or [least, most]"
     )
@@ -84,8 +84,8 @@ class AgentSpec(Strict):
     model: str = ""
     base_url: str | None = None
     api_key_env: str = "OPENAI_API_KEY"
-    dollars_per_million_input: float = 0.0
-    dollars_per_million_output: float = 0.0
+    dollars_per_million_input: float = Field(default=0.0, ge=0)
+    dollars_per_million_output: float = Field(default=0.0, ge=0)
     command: list[str] = Field(default_factory=list)
 
 

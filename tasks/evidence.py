@@ -6,19 +6,21 @@ A record that is gone, or does not have the hash that its node wrote down, raise
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from tideforge.data.files import sha256_file
+from tideforge.data.files import read_json, sha256_file
 from tideforge.engine import measure
 from tideforge.engine.outcome import SLOW, Trial
 from tideforge.engine.release import Approved, Decision, Release, read_approvers, verify
 from tideforge.engine.releases import release_files
+from tideforge.engine.setting import id_of
 from tideforge.errors import MissingExtra, Refused, UserError
 from tideforge.tasks.store import Manifest, Run
+
+T = TypeVar("T")
 
 RESTORE = "restore it from a copy of the run folder"
 BEFORE = {
@@ -43,25 +45,32 @@ def output(run: Run, manifest: Manifest | None, name: str) -> Any:
 
 
 def read_trials(run: Run, search: Manifest | None) -> tuple[Trial, ...]:
-    """From trials/*/result.json, or submission.json where there is no result yet. A closed search has hashed all of them."""
+    """From trials/*/result.json, or submission.json where there is no result yet. A closed search has hashed all of them.
+
+    Of one setting: the closed search's, else that of the engine's last start. Trials of others were not asked the same.
+    """
     root = run.folder / "trials"
     found = {folder.name: _trial(folder) for folder in sorted(root.iterdir())} if root.is_dir() else {}
+    listed = {raw["id"]: Trial.of(raw) for raw in output(run, search, "trials") or []}
+    setting = next((trial.setting for trial in listed.values()), None)
+    setting = id_of(run.folder) if setting is None else setting
+    found = {name: trial for name, trial in found.items() if trial.setting == setting}
     if search is not None:
-        _same_trials(root, found, {raw["id"]: raw for raw in output(run, search, "trials") or []})
+        _same_trials(root, found, listed)
     return tuple(found.values())
 
 
 def _trial(folder: Path) -> Trial:
     path = next((p for p in (folder / "result.json", folder / "submission.json") if p.exists()), folder / "result.json")
     try:
-        return Trial.read(path)
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(str(path), "is missing or is no trial that can be read", RESTORE) from None
+        return Trial.read(path, RESTORE)
+    except OSError:
+        raise UserError(str(path), "is missing", RESTORE) from None
 
 
-def _same_trials(root: Path, found: Mapping[str, Trial], listed: Mapping[str, Any]) -> None:
+def _same_trials(root: Path, found: Mapping[str, Trial], listed: Mapping[str, Trial]) -> None:
     for name in sorted({*found, *listed}):
-        if name not in listed or name not in found or json.loads(found[name].to_json()) != listed[name]:
+        if name not in listed or name not in found or found[name] != listed[name]:
             path = root / name / "result.json"
             raise UserError(str(path), "is missing, was changed or was added after the search", RESTORE)
 
@@ -71,16 +80,16 @@ def forwards(run: Run, search: Manifest | None) -> tuple[str | None, str | None]
     if search is None:
         return None, None
     path = run.folder / "tuned.json"
-    raw = _json(path)
+    names = _json(path, lambda raw: (str(raw["served"]), str(raw["incumbent"])))
     if search.extra.get("tuned_sha256", sha256_file(path)) != sha256_file(path):
         raise UserError(str(path), "was changed after the search", RESTORE)
-    return str(raw["served"]), str(raw["incumbent"])
+    return names
 
 
 def noise_of(run: Run, search: Manifest) -> tuple[float, ...]:
     """Log ratios of the incumbent against itself. UserError when the search took other ones along to verification."""
     path = run.folder / "noise.json"
-    found = tuple(float(value) for value in _json(path)["log_ratios"])
+    found = _json(path, lambda raw: tuple(map(float, raw["log_ratios"])))
     if list(found) != list(search.extra.get("noise", found)):
         raise UserError(str(path), "differs from the noise that search.json names", RESTORE)
     return found
@@ -89,13 +98,15 @@ def noise_of(run: Run, search: Manifest) -> tuple[float, ...]:
 def searched_for(run: Run) -> str | None:
     """The figure that the engine's trials raised, as it was started; None before that."""
     path = run.folder / "service.json"
-    return str(_json(path).get("objective", {}).get("maximize", "output_tps")) if path.exists() else None
+    if not path.exists():
+        return None
+    return _json(path, lambda raw: str(raw.get("objective", {}).get("maximize", "output_tps")))
 
 
-def _json(path: Path) -> Any:
+def _json(path: Path, make: Callable[[Any], T]) -> T:
     try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        return read_json(path, make, RESTORE)
+    except OSError:
         raise UserError(str(path), "is missing or cannot be read", RESTORE) from None
 
 

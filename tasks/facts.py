@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tideforge.engine.outcome import Figures, Outcome, Trial
+from tideforge.engine.outcome import Figures, Trial
 from tideforge.tasks import evidence
 from tideforge.tasks.store import Manifest, Run
 
@@ -29,7 +29,7 @@ class Night:
         manifests = {node: manifest for node in NODES if (manifest := run.manifest(node)) is not None}
         trials: tuple[Trial, ...] = ()
         if "search" in manifests:
-            trials = tuple(_trial(raw) for raw in run.read_json(manifests["search"], "trials"))
+            trials = tuple(Trial.of(raw) for raw in run.read_json(manifests["search"], "trials"))
         return cls(run, manifests, trials)
 
     def hashes(self) -> dict[str, str]:
@@ -82,7 +82,6 @@ class Night:
         found = evidence.held_out(
             raw.get("scores") or raw["pairs"], evidence.noise_of(self.run, self.manifests["search"])
         )
-        users = ("ttft_ms", "tps_per_user_p50", "tps_per_user_p90")
         return Figures(
             ratio=found.ratio,
             ci_low=found.low,
@@ -90,7 +89,9 @@ class Night:
             pairs=found.pairs,
             candidate_tps=statistics.median(candidate),
             incumbent_tps=statistics.median(incumbent),
-            **{name: float(raw[name]) for name in users},
+            ttft_ms=float(raw["ttft_ms"]),
+            tps_per_user_p50=float(raw["tps_per_user_p50"]),
+            tps_per_user_p90=float(raw["tps_per_user_p90"]),
         )
 
     def _output(self, node: str, name: str) -> dict[str, Any] | None:
@@ -104,12 +105,6 @@ class Night:
         for node, manifest in self.manifests.items():
             if node not in ("ingest", "release", "approval"):
                 yield from (self.run.path(manifest, name) for name in manifest.outputs)
-
-
-def _trial(raw: Mapping[str, Any]) -> Trial:
-    figures = Figures(**raw["figures"]) if raw.get("figures") else None
-    outcome = Outcome(raw["outcome"]) if raw.get("outcome") else None
-    return Trial(**{**raw, "outcome": outcome, "figures": figures})
 
 
 def forward_folder(run: Run, forward: str) -> Path | None:

@@ -6,13 +6,14 @@ import contextlib
 import json
 from pathlib import Path
 
+from tideforge.data.files import read_json
 from tideforge.engine.archive import write_atomic
 from tideforge.engine.config import ModelConfig
 from tideforge.engine.forward import Forward
 from tideforge.engine.model_config import model_for
 from tideforge.engine.release import load_forward, read_approvers
 from tideforge.engine.releases import shipped_release
-from tideforge.errors import Refused, UserError
+from tideforge.errors import CandidateError, Refused, UserError
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.live import CHECK_S, version
 from tideforge.tasks.store import Run
@@ -32,7 +33,11 @@ def serving_forward(endpoint: Endpoint) -> Forward:
     if release is not None and release.launch == endpoint.launch:
         with contextlib.suppress(Refused):
             return load_forward(forwards, release.forward)
-    return Forward.load(first_forward(endpoint))
+    folder = first_forward(endpoint)
+    try:
+        return Forward.load(folder)
+    except (CandidateError, OSError, ValueError) as error:
+        raise UserError(str(folder), f"is not a forward ({error})", "mend the field forward") from None
 
 
 def incumbent_folder(run: Run, endpoint: Endpoint) -> Path:
@@ -42,4 +47,5 @@ def incumbent_folder(run: Run, endpoint: Endpoint) -> Path:
         forward = serving_forward(endpoint)
         forward.save(endpoint.state / "forwards")
         write_atomic(fixed, json.dumps({"forward": forward.id}))
-    return endpoint.state / "forwards" / str(json.loads(fixed.read_text())["forward"])
+    remedy = "remove it, unless trials of this run are to be kept: what serves now becomes the incumbent"
+    return endpoint.state / "forwards" / read_json(fixed, lambda raw: str(raw["forward"]), remedy)

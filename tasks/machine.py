@@ -35,9 +35,22 @@ def other_cpus() -> tuple[int, ...]:
     return tuple(cores[:-1]) if len(cores) > 1 else tuple(cores)
 
 
+def gpus() -> int:
+    """How many devices NVIDIA's driver shows here."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
 def has_gpu() -> bool:
-    """Whether NVIDIA's driver shows a device here."""
-    return Path("/dev/nvidia0").exists()
+    return gpus() > 0
+
+
+def require_devices(endpoint: Endpoint) -> None:
+    """UserError where the search names a device that this machine has not."""
+    for device in endpoint.search.devices:
+        kind, _, index = device.partition(":")
+        if kind == "cuda" and int(index) >= (here := gpus()):
+            there = f"{here} GPUs are here" if here else "no GPU is here"
+            raise UserError("search.devices", f"names {device}, but {there}", "name those of this machine, or none")
 
 
 def device_for(endpoint: Endpoint) -> str:
@@ -68,6 +81,7 @@ def check_endpoint(endpoint: Endpoint) -> None:
     for path in find_logs(endpoint.traffic.logs):
         head(path, formats)
     settings = settings_for(endpoint)
+    require_devices(endpoint)
     if settings.sandbox == REQUIRE:
         require_sandbox(settings.model, settings.device)
 

@@ -23,6 +23,17 @@ def measured(endpoint: Endpoint) -> Objective:
     return Objective(maximize, asked.arrivals, asked.pace, think_s)
 
 
+def require_room(workload: Workload, max_model_len: int) -> None:
+    """Raises UserError where a request of the workload is longer than the engine's context."""
+    shapes = (*workload.search, *workload.held_out)
+    if (longest := max(shape.prompt_tokens + shape.output_tokens for shape in shapes)) > max_model_len:
+        raise UserError(
+            "workload.prompt_tokens",
+            f"with output_tokens a request is of {longest} tokens, more than --max-model-len of the launch command, {max_model_len}",
+            "make them fewer, in a new run, or raise the flag",
+        )
+
+
 def require_short(endpoint: Endpoint, workload: Workload) -> None:
     """Raises UserError where arrivals and pauses alone would make a pass of a trial longer than the trial may be."""
     objective, most_s = measured(endpoint), endpoint.budget.trial_s

@@ -46,16 +46,28 @@ def read_profile(run: Run) -> Profile:
 def workload(run: Run, endpoint: Endpoint, corpus_ids: Sequence[int]) -> Manifest:
     """Output: workload (JSON of data.workload.Workload). `corpus_ids`: tokens of the text that prompts are cut from."""
     started = time.time()
-    spec = endpoint.workload
-    inputs = {
-        "profile": run.need("profile").outputs["profile"].sha256,
-        "spec": sha256_bytes(canonical_json(spec.model_dump(mode="json"))),
-        "corpus": sha256_bytes(canonical_json([int(token) for token in corpus_ids])),
-    }
+    inputs = workload_inputs(run, endpoint, corpus_ids)
     if manifest := run.done("workload", inputs):
         return manifest
+    made = sampled(run, endpoint, corpus_ids)
+    outputs = {"workload": run.write_bytes("workload", ".json", made.to_json().encode())}
+    return run.finish("workload", inputs, outputs, {"notes": list(made.notes)}, started)
+
+
+def workload_inputs(run: Run, endpoint: Endpoint, corpus_ids: Sequence[int]) -> dict[str, str]:
+    """What a workload's manifest names: profile, what the endpoint asks for, text."""
+    return {
+        "profile": run.need("profile").outputs["profile"].sha256,
+        "spec": sha256_bytes(canonical_json(endpoint.workload.model_dump(mode="json"))),
+        "corpus": sha256_bytes(canonical_json([int(token) for token in corpus_ids])),
+    }
+
+
+def sampled(run: Run, endpoint: Endpoint, corpus_ids: Sequence[int]) -> Workload:
+    """The workload as the endpoint asks for it; the same from the same inputs."""
+    spec = endpoint.workload
     earlier, later = halves(run)
-    made = sample_workload(
+    return sample_workload(
         earlier,
         later=later,
         users=spec.users,
@@ -66,8 +78,6 @@ def workload(run: Run, endpoint: Endpoint, corpus_ids: Sequence[int]) -> Manifes
         seed=spec.seed,
         held_out_requests=HELD_OUT_A_USER * spec.users,
     )
-    outputs = {"workload": run.write_bytes("workload", ".json", made.to_json().encode())}
-    return run.finish("workload", inputs, outputs, {"notes": list(made.notes)}, started)
 
 
 def halves(run: Run) -> tuple[Profile, Profile | None]:

@@ -18,10 +18,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 import tideforge
+from tideforge.data.files import read_json
 from tideforge.errors import UserError
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.machine import worker_cpus
@@ -81,10 +83,14 @@ class Stack:
     @classmethod
     def read(cls, state: Path) -> Stack | None:
         """None when nothing was ever started for this state folder."""
+        remedy = "end what it named by hand and remove it"
         try:
-            raw = json.loads((state / "stack.json").read_text())
+            return read_json(state / "stack.json", cls._of, remedy)
         except FileNotFoundError:
             return None
+
+    @classmethod
+    def _of(cls, raw: Mapping[str, Any]) -> Stack:
         return cls(**{**raw, "processes": tuple(Process(**one) for one in raw["processes"])})
 
 

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from tideforge.data.files import read_json
 from tideforge.engine.forward import Forward
 from tideforge.engine.outcome import Trial
 from tideforge.errors import MissingExtra
@@ -79,14 +80,20 @@ def sync(endpoint: Endpoint) -> tuple[int, int]:
     folders = [*sorted((endpoint.state / "runs").glob("*/spool")), endpoint.state / "spool"]
     paths = [path for folder in folders for path in folder.glob("*.json")]
     done = 0
-    for path in sorted(paths, key=lambda path: json.loads(path.read_text())["time"]):
-        entry = json.loads(path.read_text())
+    for path, entry in sorted(((path, _spooled(path)) for path in paths), key=lambda one: one[1]["time"]):
         if entry["kind"] == "track":
             done += not track(Run(path.parent.parent), endpoint).extra.get("spooled", False)
         else:
             path.unlink()  # `moved` writes it again when MLflow is still away
             done += moved(endpoint, entry["kind"], entry["forward"], _run_of(path, endpoint))
     return done, len(paths) - done
+
+
+def _spooled(path: Path) -> dict[str, Any]:
+    def entry(raw: dict[str, Any]) -> dict[str, Any]:
+        return {"kind": str(raw["kind"]), "forward": raw["forward"], "time": float(raw["time"])}
+
+    return read_json(path, entry, "remove it; `tideforge node track --run RUN` logs its night again")
 
 
 def _run_of(path: Path, endpoint: Endpoint) -> Run | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+PREFIX = "tideforge: "  # of every line on standard error that ends a process of this project
+
 
 class TideforgeError(Exception):
     """Base of every error that this project raises on purpose."""
@@ -16,6 +18,16 @@ class UserError(TideforgeError):
     def __init__(self, thing: str, problem: str, remedy: str) -> None:
         super().__init__(f"{thing}: {problem}; {remedy}")
         self.thing, self.problem, self.remedy = thing, problem, remedy
+
+
+class Told(UserError):
+    """What another process of this project ended with, code 2, in its own words."""
+
+    def __init__(self, line: str) -> None:
+        thing, _, rest = line.removeprefix(PREFIX).partition(": ")
+        problem, _, remedy = rest.rpartition("; ")
+        super().__init__(thing, problem, remedy)
+        self.args = (line.removeprefix(PREFIX),)
 
 
 class MissingExtra(UserError):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tideforge.engine.outcome import Trial
+from tideforge.errors import UserError
 
 Value = float | int | str | None
 WIDEST = 48  # letters of a cell; longer text stands below its table
@@ -100,14 +101,14 @@ class Record:
 
     def __init__(self, folder: Path, part: str) -> None:
         self.part, self.path = part, folder / f"{part}.jsonl"
-        folder.mkdir(parents=True, exist_ok=True)
         self.lines: list[dict[str, Any]] = []
         if self.path.exists():
-            for text in self.path.read_text().splitlines():
+            for number, text in enumerate(self.path.read_text().splitlines(), 1):
                 try:
-                    self.lines.append(json.loads(text))
+                    line = json.loads(text)
                 except ValueError:
                     continue  # torn by a kill
+                self.lines.append(checked(line, f"{self.path}: line {number}"))
 
     def add(self, kind: str, **fields: Any) -> None:
         self._append({"kind": kind, **fields})
@@ -117,6 +118,7 @@ class Record:
 
     def _append(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps(line, sort_keys=True) + "\n")
 
@@ -133,6 +135,18 @@ class Record:
     @property
     def runs(self) -> int:
         return len(self.of("run"))
+
+
+def checked(line: Any, place: str) -> dict[str, Any]:
+    """UserError for what no part has written."""
+    try:
+        if str(line["kind"]) == "trial":
+            Reading.of_line(line)
+            str(line["label"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        problem = f"is no reading ({type(error).__name__}: {error})"
+        raise UserError(place, problem, "remove that line, or the file to measure anew") from None
+    return dict(line)
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import shutil
-import signal
 import sys
 import time
 from collections import deque
@@ -23,9 +22,10 @@ from tideforge.engine.bench.report import Reading, Record
 from tideforge.engine.client import EngineClient, EngineControl
 from tideforge.engine.events import FILE, read_events
 from tideforge.engine.forward import Forward
-from tideforge.engine.guard import has_ended, start_detached
+from tideforge.engine.guard import has_ended
 from tideforge.engine.lab import end_keeper, keeper_status
 from tideforge.engine.service_config import ServiceConfig
+from tideforge.engine.tied import end_tied, start_tied
 from tideforge.errors import TideforgeError, UserError
 
 READY_S = 300.0
@@ -162,18 +162,24 @@ def written(job: Job, plan: Plan, state: Path) -> Path:
 
 @contextlib.contextmanager
 def running(job: Job, record: Record, plan: Plan) -> Iterator[Running]:
-    """A service in a folder of its own with empty caches; keeper and folder end with it. The folder stays after an error."""
+    """A service in a folder of its own with empty caches; keeper and folder end with it. The folder stays after an error.
+
+    A call that is stopped, or killed, ends both at once, whatever trial runs.
+    """
     record.add("start")
     run = len(record.of("start"))
     state = job.state / f"{record.part}-{run}"
     shutil.rmtree(state, ignore_errors=True)
     config = written(job, plan, state)
     command = [sys.executable, "-m", "tideforge.engine.supervise", "--config", str(config)]
-    begin, pid = time.time(), start_detached(command, state / "supervise.log")
+    begin, pid = time.time(), start_tied(command, state / "supervise.log")
     try:
         client = EngineClient(state / "engine.sock", patience_s=END_S)
         _await_ready(client, pid, state)
         yield Running(client, state, run, client.incumbent(), begin, Turns(state / FILE))
+    except (KeyboardInterrupt, SystemExit):
+        end_tied(pid)
+        raise
     finally:
         stop(state, pid)
     shutil.rmtree(state, ignore_errors=True)
@@ -192,13 +198,13 @@ def _await_ready(client: EngineClient, pid: int, state: Path) -> None:
 
 def stop(state: Path, pid: int) -> None:
     """Ends the service after its running trial, and the keeper."""
-    with contextlib.suppress(TideforgeError, OSError):
-        EngineControl(state, patience_s=5).stop()
+    if not has_ended(pid):
+        with contextlib.suppress(TideforgeError, OSError):
+            EngineControl(state, patience_s=5).stop()
     deadline = time.monotonic() + END_S
     while not has_ended(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
-    if not has_ended(pid):
-        os.kill(pid, signal.SIGKILL)  # what it started dies with it
+    end_tied(pid)
     with contextlib.suppress(OSError):
         end_keeper(state)
 

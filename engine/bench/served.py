@@ -7,9 +7,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
-import os
 import shutil
-import signal
 import sys
 import time
 import urllib.error
@@ -24,13 +22,13 @@ from tideforge.engine.bench.job import MODELS, Job, Load
 from tideforge.engine.bench.report import Record
 from tideforge.engine.bench.server import NAME
 from tideforge.engine.bpe import tokenizer_json
-from tideforge.engine.guard import has_ended, start_detached
+from tideforge.engine.guard import has_ended
 from tideforge.engine.lab import end_keeper
+from tideforge.engine.tied import end_tied, start_tied
 from tideforge.errors import TideforgeError
 
 NEEDED = ("fastapi", "uvicorn", "tokenizers", "cryptography")  # the extra `serve`
 START_S = 180.0
-END_S = 60.0
 READ_S = 120.0  # without a line a stream has failed
 
 
@@ -162,12 +160,12 @@ def serving(
     raw = {"settings": settings.to_dict(), "forward": str(MODELS / load.forward)}
     (state / "bench.json").write_text(json.dumps(raw))
     command = [sys.executable, "-m", "tideforge.engine.bench.server", str(state / "bench.json")]
-    pid = start_detached(command, state / "server.log")
+    pid = start_tied(command, state / "server.log")
     try:
         host, port = _address(state, pid)
         yield Served(state, host, port, vocabulary)
     finally:
-        _end(pid)
+        end_tied(pid)
         with contextlib.suppress(OSError):
             end_keeper(state)
     shutil.rmtree(state, ignore_errors=True)
@@ -192,14 +190,3 @@ def _address(state: Path, pid: int) -> tuple[str, int]:
             break
         time.sleep(0.05)
     raise TideforgeError(f"the server did not start; see {state / 'server.log'}")
-
-
-def _end(pid: int) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + END_S
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-        while time.monotonic() < deadline:
-            if has_ended(pid):
-                return
-            time.sleep(0.05)

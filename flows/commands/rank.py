@@ -12,6 +12,7 @@ import click
 
 from tideforge.costmodel.folds import FOLDS, FOLDS_HELP
 from tideforge.errors import UserError
+from tideforge.flows.commands.options import Finite
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,18 +35,12 @@ if TYPE_CHECKING:
 )
 @click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--log", "logs", multiple=True, help="Traffic log (file, folder, glob); several are allowed.")
-@click.option(
-    "--prompt-tokens", type=click.FloatRange(min=1), default=1024, show_default=True, help="Mean, without --log."
-)
-@click.option(
-    "--output-tokens", type=click.FloatRange(min=1), default=256, show_default=True, help="Mean, without --log."
-)
-@click.option(
-    "--users", type=click.FloatRange(min=0, min_open=True), help="Requests in flight; 64, or what the log has."
-)
+@click.option("--prompt-tokens", type=Finite(min=1), default=1024, show_default=True, help="Mean, without --log.")
+@click.option("--output-tokens", type=Finite(min=1), default=256, show_default=True, help="Mean, without --log.")
+@click.option("--users", type=Finite(min=0, min_open=True), help="Requests in flight; 64, or what the log has.")
 @click.option("--maximize", type=click.Choice(["output_tps", "tps_per_user_p90", "ttft", "cost"]), default="output_tps")
-@click.option("--ttft-limit-ms", type=click.FloatRange(min=0, min_open=True))
-@click.option("--tpot-limit-ms", type=click.FloatRange(min=0, min_open=True))
+@click.option("--ttft-limit-ms", type=Finite(min=0, min_open=True))
+@click.option("--tpot-limit-ms", type=Finite(min=0, min_open=True))
 @click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="Layouts in the table.")
 @click.option(
     "--explain",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tideforge.errors import UserError
-from tideforge.flows.commands.options import STATE, load
+from tideforge.flows.commands.options import STATE, Finite, load
 
 if TYPE_CHECKING:
     from tideforge.data.profile_records import Cells, Group, Profile
@@ -92,7 +92,7 @@ def ingest(
 
 @click.command(epilog=LOGS_HELP)
 @click.argument("logs", nargs=-1)
-@click.option("--last-hours", type=click.FloatRange(min=0, min_open=True), help="Hours before the newest arrival.")
+@click.option("--last-hours", type=Finite(min=0, min_open=True), help="Hours before the newest arrival.")
 @endpoint_option
 @STATE
 @run_option

@@ -5,27 +5,27 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tideforge.data.files import sha256_file, write_whole
+from tideforge.data.files import read_json, sha256_file, write_whole
 from tideforge.data.workload import Workload
 from tideforge.engine.archive import read_trials
 from tideforge.engine.client import SOCKET, EngineClient, EngineControl
 from tideforge.engine.config import ModelConfig
 from tideforge.engine.depths import depths_of
-from tideforge.engine.events import log_event, read_events
-from tideforge.engine.guard import start_detached
+from tideforge.engine.events import log_event, read_events, read_lines
 from tideforge.engine.outcome import FAST, SLOW
 from tideforge.engine.service_config import ServiceConfig
+from tideforge.engine.setting import Setting, id_of
 from tideforge.errors import CandidateError, UserError
 from tideforge.tasks.endpoint import Endpoint
+from tideforge.tasks.engine_start import start_service
 from tideforge.tasks.incumbent import incumbent_folder
-from tideforge.tasks.machine import floor_figures, noise_trials, other_cpus, settings_for
-from tideforge.tasks.objective import measured, require_short
+from tideforge.tasks.machine import floor_figures, noise_trials, settings_for
+from tideforge.tasks.objective import measured, require_room, require_short
 from tideforge.tasks.search.agent import AgentReport
 from tideforge.tasks.search.promote import Promotion
 from tideforge.tasks.search.search import finalist
@@ -90,11 +90,14 @@ def open_search(run: Run, endpoint: Endpoint) -> Session:
     config_path = run.folder / "service.json"
     client = EngineClient(endpoint.state.resolve() / SOCKET, patience_s=120)
     deadline = time.time() + max(0.0, endpoint.budget.search_s - _spent_s(run))
-    _config(run, endpoint, deadline).write(config_path)
+    config = _config(run, endpoint, deadline)
+    if _serves(client, run):
+        _end_if_another(endpoint, config)
+    config.write(config_path)
     if not _serves(client, run):
         _make_way(endpoint)
-        launch(run.folder)
-    client.incumbent()  # blocks until the incumbent runs and is tuned: that is not the agents' time
+        start_service(endpoint.state.resolve(), run.folder)
+    client.incumbent()  # of an engine that was there already it blocks until the incumbent runs and is tuned: that is not the agents' time
     deadline = time.time() + max(0.0, endpoint.budget.search_s - _spent_s(run))
     _note(run, "opened", deadline)
     folder = run.folder.resolve()
@@ -113,9 +116,11 @@ def service_config(
 ) -> ServiceConfig:
     """What an engine of this endpoint is started with; `night` is the folder of its archive."""
     bandwidth, cache = floor_figures(endpoint)
-    require_short(endpoint, Workload.read(workload))
+    requests, settings = Workload.read(workload), settings_for(endpoint)
+    require_short(endpoint, requests)
+    require_room(requests, settings.limits.max_model_len)
     return ServiceConfig(
-        settings=settings_for(endpoint),
+        settings=settings,
         night=night,
         incumbent=incumbent,
         workload=workload,
@@ -139,6 +144,14 @@ def _make_way(endpoint: Endpoint) -> None:
         by_hand.stop(endpoint)
 
 
+def _end_if_another(endpoint: Endpoint, config: ServiceConfig) -> None:
+    """The night's engine of before a resume, where the endpoint asks for another setting by now."""
+    from tideforge.tasks import by_hand
+
+    if id_of(config.night) != Setting.of(config).id:
+        by_hand.end(endpoint)
+
+
 def _serves(client: EngineClient, run: Run) -> bool:
     """Whether an engine answers that works for this very night."""
     probe = EngineClient(client.path, patience_s=0)
@@ -146,16 +159,6 @@ def _serves(client: EngineClient, run: Run) -> bool:
         return probe.status()["night"] == str(run.folder.resolve())
     except Exception:
         return False
-
-
-def launch(folder: Path) -> int:
-    """Starts the engine of `folder/service.json`, log beside it; the supervisor's pid."""
-    cpus = ",".join(map(str, other_cpus()))
-    command = [
-        sys.executable, "-m", "tideforge.engine.supervise", "--config", str((folder / "service.json").resolve()),
-        "--cpus", cpus,
-    ]  # fmt: skip
-    return start_detached(command, folder / "service.log")
 
 
 def _note(run: Run, what: str, deadline: float) -> None:
@@ -166,7 +169,7 @@ def _note(run: Run, what: str, deadline: float) -> None:
 
 def sessions(run: Run) -> list[dict[str, float]]:
     path = run.folder / "search-sessions.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [entry for entry in read_lines(path) if "time" in entry and "deadline" in entry]
 
 
 def _spent_s(run: Run) -> float:
@@ -193,7 +196,8 @@ def close_search(run: Run, endpoint: Endpoint, reports: Sequence[AgentReport]) -
     while client.queue().running is not None:
         time.sleep(0.2)
     control.stop()
-    trials = read_trials(run.folder)
+    setting = id_of(run.folder)
+    trials = [trial for trial in read_trials(run.folder) if trial.setting == setting]
     best = finalist(trials)
     started = sessions(run)[0]["time"]
     board = run.folder / "board.jsonl"
@@ -204,15 +208,15 @@ def close_search(run: Run, endpoint: Endpoint, reports: Sequence[AgentReport]) -
         "board": run.add_file("board", board),
         "agents": run.write_json("agents", [report.model_dump(mode="json") for report in reports]),
     }
-    tuned = json.loads((run.folder / "tuned.json").read_text())
+    remedy = "remove it and run the search again: its engine makes it anew"
+    names = ("incumbent", "served", "knobs", "bounds")
+    tuned = read_json(run.folder / "tuned.json", lambda raw: {name: raw[name] for name in names}, remedy)
+    noise = read_json(run.folder / "noise.json", lambda raw: list(map(float, raw["log_ratios"])), remedy)
     extra = {
         "finalist": best.forward if best else None,
         "finalist_trial": best.id if best else None,
-        "incumbent": tuned["incumbent"],
-        "served": tuned["served"],
-        "knobs": tuned["knobs"],
-        "bounds": tuned["bounds"],
-        "noise": json.loads((run.folder / "noise.json").read_text())["log_ratios"],
+        **tuned,
+        "noise": noise,
         "tiers": dict(Counter(trial.tier for trial in trials if trial.done)),
         "searched_s": time.time() - started,
         "tuned_sha256": sha256_file(run.folder / "tuned.json"),

@@ -172,9 +172,5 @@ def mistake(call: ToolCall) -> str | None:
 def told(trial: Trial) -> str:
     state = f"{trial.id} by {trial.submitter or '-'}, {trial.tier} tier, forward {trial.forward[:12]}: "
     if trial.figures is not None:
-        f = trial.figures
-        return (
-            state
-            + f"passed, ratio to incumbent {f.ratio:.4f} [{f.ci_low:.4f}, {f.ci_high:.4f}], {f.candidate_tps:.1f} tokens/s"
-        )
+        return state + f"passed, ratio to incumbent {trial.figures.told}"
     return state + (f"{trial.outcome}: {trial.message}" if trial.done else "waits or runs")

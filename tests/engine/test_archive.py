@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from tideforge.engine.archive import Archive, read_trials, write_atomic
+from tideforge.engine.events import read_events
 from tideforge.engine.forward import Forward
 from tideforge.engine.outcome import Outcome, Trial
-from tideforge.errors import CandidateError
+from tideforge.engine.trial_queue import TrialQueue
+from tideforge.errors import CandidateError, UserError
 
 A, B = Forward({"forward.py": "a = 1\n"}), Forward({"forward.py": "b = 2\n"})
 
@@ -45,6 +47,25 @@ def test_a_result_torn_by_a_full_disk_is_not_there(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         write_atomic(tmp_path / "result.json", "half")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["", '{"id": ', "[]", "{}", '{"id": 1, "no_such_field": 2}'])
+@pytest.mark.parametrize("name", ["result.json", "submission.json"])
+def test_a_damaged_file_is_named_to_readers_and_set_aside_by_the_service(tmp_path, damage, name):
+    before = archive(tmp_path)
+    good, bad = before.submit(A, "slow", "x"), before.submit(B, "slow", "x")
+    before.finish(dataclasses.replace(good, outcome=Outcome.WRONG, message="m", finished_at=1.0))
+    path = tmp_path / "trials" / bad.id / name
+    path.write_text(damage)
+    with pytest.raises(UserError, match=f"{bad.id}/{name}: is damaged"):
+        read_trials(tmp_path)
+    queue = TrialQueue(tmp_path, tmp_path / "forwards")
+    assert queue.archive.trials[good.id].outcome is Outcome.WRONG
+    assert [trial.id for trial in queue.archive.waiting] == ([bad.id] if name == "result.json" else [])
+    aside = path.with_name(f"{name}.damaged")
+    assert aside.read_text() == damage and not path.exists()
+    assert [event["path"] for event in read_events(tmp_path) if event["event"] == "damaged"] == [str(aside)]
+    assert queue.submit(B, "slow", "x").id.endswith(B.id[:12])
 
 
 def test_cancelling_spares_the_running_trial(tmp_path):

@@ -15,15 +15,17 @@ import numpy as np
 import pytest
 import torch
 
-from tideforge.engine import device, memory, random_weights, segment
+from tideforge.engine import device, memory, random_weights, segment, sockets
 from tideforge.engine.config import Settings
 from tideforge.engine.keeper import Keeper
-from tideforge.engine.lab import Lab, keeper_status
+from tideforge.engine.keepers import connect_keeper, keeper_status, retire_keepers
+from tideforge.engine.lab import Lab
 from tideforge.engine.random_weights import RandomWeights, describe, write
 from tideforge.engine.segment import DeviceSegment, Segment, checksum
 from tideforge.engine.stored import open_folder
+from tideforge.engine.weights import fingerprint
 from tideforge.engine.worker import map_weights
-from tideforge.errors import ProtocolError
+from tideforge.errors import ProtocolError, UserError
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -209,3 +211,80 @@ def test_a_keeper_that_ends_while_it_is_asked_is_none(tmp_path: Path) -> None:
         ending.start()
         assert keeper_status(tmp_path) is None
         ending.join()
+
+
+def rewritten(model: Path) -> None:
+    describe(model, "llama-tiny", 1)
+
+
+def same(model: Path) -> None:
+    describe(model, "llama-tiny", 0)  # the files are new, what they say is not
+
+
+def touched(model: Path) -> None:
+    os.utime(model / "model.safetensors", ns=(1, 1))
+
+
+def grown(model: Path) -> None:
+    (model / "another.safetensors").write_bytes(b"")
+
+
+def unrelated(model: Path) -> None:
+    (model / "README.md").write_text("words")
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "differs"),
+    [
+        (describe, rewritten, True), (describe, same, False), (describe, unrelated, False),
+        (write, touched, True), (write, grown, True), (write, unrelated, False),
+    ],
+)  # fmt: skip
+def test_a_fingerprint_is_of_what_says_which_weights_they_are(
+    make: Callable[..., Path], change: Callable[[Path], None], differs: bool, tmp_path: Path
+) -> None:
+    model = make(tmp_path / "m", "llama-tiny")
+    before = fingerprint(model)
+    change(model)
+    assert (fingerprint(model) != before) is differs
+
+
+def test_a_keeper_of_changed_files_makes_way_unless_it_is_used(tmp_path: Path, end_keeper) -> None:
+    model, state = describe(tmp_path / "m", "llama-tiny", 0), tmp_path / "s"
+    end_keeper(state)
+    settings = Settings(state, model)
+    with contextlib.closing(Lab(settings)) as lab:
+        old, pid = lab.weights_sha256, keeper_status(state)["pid"]
+        rewritten(model)
+        with pytest.raises(UserError, match=r"its keeper holds .* as it was; stop what uses it first"):
+            connect_keeper(settings)
+        with pytest.raises(UserError, match="its keeper is used"):
+            retire_keepers(state)
+        assert keeper_status(state)["pid"] == pid and lab.weights_intact()
+    with contextlib.closing(Lab(settings)) as lab:
+        assert lab.weights_sha256 != old and keeper_status(state)["pid"] != pid
+    assert retire_keepers(state) == 1 and keeper_status(state) is None and retire_keepers(state) == 0
+
+
+def test_a_keeper_that_cannot_read_its_model_says_so_itself(tmp_path: Path) -> None:
+    model = write(tmp_path / "m", "llama-tiny")
+    (model / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(UserError, match=r"^\S+model\.safetensors: is truncated or no safetensors file; fetch"):
+        (tmp_path / "s").mkdir()
+        connect_keeper(Settings(tmp_path / "s", model))
+    assert keeper_status(tmp_path / "s") is None
+
+
+def test_a_socket_has_as_long_a_path_as_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / ("deep" * 40) / ("er" * 80)
+    folder.mkdir(parents=True)
+    with pytest.raises(FileNotFoundError):
+        sockets.connect(folder / "x.sock")
+    for _ in range(2):  # the second one takes the place of the first
+        with sockets.listen(folder / "x.sock", 1) as listener, sockets.connect(folder / "x.sock") as sock:
+            sock.sendall(b"here")
+            with listener.accept()[0] as accepted:
+                assert accepted.recv(4) == b"here"
+    with pytest.raises(ConnectionRefusedError):
+        sockets.connect(folder / "x.sock")
+    assert os.stat(folder / "x.sock").st_mode & 0o077 == 0

@@ -248,6 +248,7 @@ def sleepers(seconds: str) -> int:
 
 
 def test_a_candidate_that_the_service_never_survives_is_given_up(tiny, tmp_path):
+    (tmp_path / "workload.json").write_text("{}")
     config = ServiceConfig(Settings(tmp_path / "s", tiny), tmp_path, LLAMA, tmp_path / "workload.json")
     service = Service(config)
     deadly, good, changed = (

@@ -187,6 +187,18 @@ ENDPOINTS: dict[str, tuple[Callable[[Callable[..., Path]], Path], str]] = {
     "no pause": (field(objective={"think_s": -1}), "objective.think_s"),
     "no wait": (field(objective={"ttft_p90_ms": -5}), "objective.ttft_p90_ms: Input should be greater than 0"),
     "wrong type": (field(budget={"search_s": "long"}), "budget.search_s"),
+    "no number": (field(budget={"trial_s": float("nan")}), "budget.trial_s: Input should be a finite number"),
+    "endless": (field(drift={"threshold": float("inf")}), "drift.threshold: Input should be a finite number"),
+    "below nothing": (field(objective={"ttft_p90_ms": -5}), "objective.ttft_p90_ms: Input should be greater than 0"),
+    "empty prompts": (field(workload={"prompt_tokens": [0, 4]}), "workload.prompt_tokens.0: Input should be greater"),
+    "paid back": (
+        field(agents=[{"dollars_per_million_input": -1}]),
+        "agents.0.dollars_per_million_input: Input should be greater",
+    ),
+    "a device that is not there": (
+        field(search={"devices": ["cpu", "cuda:99"]}),
+        "search.devices: names cuda:99, but ",
+    ),
     "unknown hardware": (field(hardware={"name": "h20o-sxm"}), "h20o-sxm"),
     "open quote": (field(launch="tideforge serve --model 'm"), "cannot be split"),
     "unknown server": (field(launch="make me fast"), "is of no known server"),
@@ -278,6 +290,69 @@ def test_a_path_below_a_file_is_named(
     assert files(tmp_path) == there
 
 
+ENGINE = [["start"], ["status"], ["submit", "."], ["trials"], ["stop"]]
+
+
+@pytest.mark.parametrize("words", ENGINE, ids=" ".join)
+@pytest.mark.parametrize("state", ["/dev/null/x", "{file}", "{file}/deep/er"])
+def test_a_state_folder_that_is_none_is_named(
+    words: list[str],
+    state: str,
+    tmp_path: Path,
+    endpoint_file: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    path = state.format(file=tmp_path / "file")
+    there = files(tmp_path)
+    error = refused(capsys, "engine", *words, "--endpoint", str(endpoint_file()), "--state", path)
+    assert f"{path}: cannot be used (not a directory)" in error
+    assert files(tmp_path) == there | {"e.yaml"}
+
+
+@pytest.mark.parametrize("words", [["status"], ["stop", "--keeper"]], ids=" ".join)
+def test_a_state_folders_path_may_be_longer_than_a_sockets(
+    words: list[str], tmp_path: Path, endpoint_file: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = endpoint_file(state=str(tmp_path / ("long" * 50)))
+    with pytest.raises(SystemExit) as stopped:
+        main(["engine", *words, "--endpoint", str(file)])
+    assert stopped.value.code == 0, capsys.readouterr().err
+
+
+def test_a_missing_device_is_named_before_a_missing_profile(
+    endpoint_file: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = endpoint_file(search={"devices": ["cuda:99"]})
+    assert "search.devices: names cuda:99" in refused(capsys, "engine", "start", "--endpoint", str(file))
+    assert not (tmp_path / "s").exists()
+
+
+def test_requests_longer_than_the_context_are_named(
+    tmp_path: Path, model: Path, endpoint_file: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch = f"tideforge serve --model {model} --max-model-len 128"
+    file = endpoint_file(launch=launch, workload={"prompt_tokens": [150, 160], "output_tokens": 8})
+    for node in ("ingest", "profile"):
+        with pytest.raises(SystemExit) as stopped:
+            main(["node", node, "--endpoint", str(file), "--run", "n1"])
+        assert stopped.value.code == 0
+    capsys.readouterr()
+    error = refused(capsys, "engine", "start", "--endpoint", str(file))
+    assert "workload.prompt_tokens: with output_tokens a request is of 168 tokens" in error
+    assert "--max-model-len" in error and not (tmp_path / "s" / "engine.sock").exists()
+
+
+def test_a_full_disk_without_a_path_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tideforge.flows.cli.cli.main", full)
+    assert "the disk: cannot be used (no space left on device); free space" in refused(capsys, "rank")
+
+
 def test_an_error_without_a_path_stays_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no fault of the input, and hiding where it came from would help nobody."""
 
@@ -301,6 +376,8 @@ def test_an_error_without_a_path_stays_a_traceback(monkeypatch: pytest.MonkeyPat
         (["reject", "run"], "tideforge: --why: is missing; see `tideforge reject --help`\n"),
         (["reject", "run", "--why"], "tideforge: --why: has no value"),
         (["node", "--run", "n", "--endpoint", "e"], "tideforge: NAME: is missing; see `tideforge node --help`\n"),
+        (["rank", "--users", "nan"], "tideforge: --users: nan is not a finite number"),
+        (["rank", "--ttft-limit-ms", "inf"], "tideforge: --ttft-limit-ms: inf is not a finite number"),
         (["serve"], "tideforge: --endpoint: is missing; see `tideforge serve --help`\n"),
         (["rnk"], "tideforge: tideforge: No such command 'rnk'"),
     ],

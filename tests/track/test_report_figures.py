@@ -118,6 +118,45 @@ def test_a_raw_record_that_is_gone_or_changed_is_one_line_and_no_figure(
     assert path.name in said.err or "000000-a" in said.err or name in ("search.json", "verify.json")
 
 
+def other_setting(run: Any, setting: str, **changes: Any) -> None:
+    """A trial beside the night's own that was measured against something else."""
+    (path,) = run.folder.glob("trials/000000-a/result.json")
+    folder = run.folder / "trials" / "000009-c"
+    folder.mkdir()
+    raw = {**json.loads(path.read_text()), "id": "000009-c", "setting": setting, **changes}
+    (folder / "result.json").write_text(json.dumps(raw))
+
+
+def test_trials_under_another_setting_are_no_part_of_a_night(made: Any) -> None:
+    honest = report.compute(made.run)
+    other_setting(made.run, "other", forward="f" * 64)
+    assert report.compute(made.run) == honest
+    assert [trial.id for trial in evidence.read_trials(made.run, None)] == ["000000-a", "000001-b"]
+    (made.run.folder / "trials" / "000009-c" / "result.json").write_text("{")
+    with pytest.raises(UserError, match=r"000009-c/result\.json: is damaged"):
+        report.compute(made.run)
+
+
+def test_a_trial_that_was_added_under_the_nights_setting_is_refused(made: Any) -> None:
+    other_setting(made.run, "")
+    with pytest.raises(UserError, match=r"000009-c/result\.json: is missing, was changed or was added"):
+        report.compute(made.run)
+
+
+def test_a_night_of_before_settings_is_reported_as_it_was(made: Any) -> None:
+    honest, manifest = report.compute(made.run), made.run.need("search")
+    listed = made.run.read_json(manifest, "trials")
+    for raw in listed:
+        del raw["setting"]
+        (made.run.folder / "trials" / raw["id"] / "result.json").write_text(json.dumps(raw))
+    outputs = {**manifest.outputs, "trials": made.run.write_json("trials", listed)}
+    made.run.finish("search", manifest.inputs, outputs, manifest.extra, manifest.started)
+    again = report.compute(made.run)
+    assert {k: v for k, v in again.items() if k != "search_s" and k != "wall_s"} == {
+        k: v for k, v in honest.items() if k != "search_s" and k != "wall_s"
+    }
+
+
 def test_only_a_trusted_signature_decides(made: Any, nights: Any) -> None:
     nights.live(made.run, nights.decided(made.run))
     (made.run.folder.parent.parent / "approvers.json").write_text("{}")
