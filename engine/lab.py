@@ -32,7 +32,7 @@ from tideforge.engine.guard import has_ended, start_detached
 from tideforge.engine.kernels import copy_kernels
 from tideforge.engine.memory import Arena
 from tideforge.engine.sandbox import REQUIRE, Places, sandbox_for
-from tideforge.engine.spawn import Nursery
+from tideforge.engine.spawn import Nursery, sweep
 from tideforge.errors import CandidateError, PeerGone, ProtocolError, UserError
 
 START_TIMEOUT_S = 120.0
@@ -54,6 +54,7 @@ class Lab:
         self.config = ModelConfig.load(settings.model)
         self.layout = settings.arena_layout(self.config)
         settings.state.mkdir(parents=True, exist_ok=True)
+        sweep(settings.state / "scratch")  # an authority that was killed with all of its own left them
         self._keeper: socket.socket | None = None
         self._asking = threading.RLock()  # one question to the keeper at a time
         self._weights: protocol.Message | None = None
