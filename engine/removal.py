@@ -7,6 +7,7 @@ beside it. So no path is longer than a name, nothing recurses, and no more than 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import secrets
@@ -62,18 +63,23 @@ def _opened(above: int, name: str) -> Iterator[int]:
 
 def _empty(folder: int, end: float) -> None:
     """Takes out what can be taken out until time.monotonic() is past `end`."""
-    mark, moved, names = secrets.token_hex(8), 0, os.listdir(folder)
+    names, mark, number = os.listdir(folder), secrets.token_hex(8), itertools.count()
     while names and time.monotonic() < end:
-        name = names.pop()
         with contextlib.suppress(OSError):
-            if _unlinked(folder, name):
+            if _unlinked(folder, name := names.pop()):
                 continue
             with _opened(folder, name) as inner:
                 for each in os.listdir(inner):
+                    if time.monotonic() >= end:
+                        return
                     with contextlib.suppress(OSError):
                         if not _unlinked(inner, each):
-                            moved += 1
-                            with _opened(inner, each):  # its ".." is about to change, which it must allow
-                                os.rename(each, new := f"{mark}-{moved}", src_dir_fd=inner, dst_dir_fd=folder)
-                            names.append(new)
+                            names.append(_moved_up(inner, each, folder, f"{mark}-{next(number)}"))
             os.rmdir(name, dir_fd=folder)
+
+
+def _moved_up(inner: int, name: str, folder: int, new: str) -> str:
+    """`new`, which the folder `name` is called in `folder` from now on."""
+    with _opened(inner, name):  # a move changes its "..", which it must allow
+        os.rename(name, new, src_dir_fd=inner, dst_dir_fd=folder)
+    return new

@@ -96,7 +96,7 @@ def figures(record: Record) -> list[Figure]:
         if reading and str(reading.trial.outcome) not in pair["expected"]
     ]
     return [
-        Figure("harmful candidates", len(bad), "", "three times 45 kinds"),
+        Figure("harmful candidates", len(bad), "", "three times 48 kinds"),
         Figure.at_most("service restarts", restarts if counts else None, "", "0", 0),
         Figure.at_most(
             "weight loads", sum(x["weight_load"] - 1 for x in counts) if counts else None, "after the first", "0", 0
