@@ -50,8 +50,7 @@ def confine(own: str, hidden: Sequence[str] = ()) -> None:
     for folder in hidden:
         _mount("tmpfs", folder, "tmpfs", _RDONLY | _NOSUID | _NODEV, SMALL)
     for folder in ("/tmp", "/dev/shm"):
-        if not os.listdir(folder):  # else what is needed lies there, and it stays read-only
-            _mount("tmpfs", folder, "tmpfs", _NOSUID | _NODEV, TEMPORARY)
+        _make_private(folder)
     os.chdir(own)  # the old working folder still belongs to the mounts beneath
     drop_capabilities()
 
@@ -64,6 +63,20 @@ def _keep_only(own: str) -> None:
     _mount(f"/proc/self/fd/{held}", own, None, _BIND)
     _mount(None, above, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
     os.close(held)
+
+
+def _make_private(folder: str) -> None:
+    """Gives the calling process a folder of its own to write in, with what was bound into the old one as it was."""
+    held = {name: os.open(f"{folder}/{name}", os.O_PATH) for name in os.listdir(folder)}
+    _mount("tmpfs", folder, "tmpfs", _NOSUID | _NODEV, TEMPORARY)
+    for name, fd in held.items():
+        path, source = f"{folder}/{name}", f"/proc/self/fd/{fd}"
+        if os.path.isdir(source):
+            os.mkdir(path)
+        else:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o400))
+        _mount(source, path, None, _BIND | _REC)  # read-only where it was
+        os.close(fd)
 
 
 def drop_capabilities() -> None:

@@ -33,7 +33,7 @@ from tideforge.engine.keepers import keeper_status as keeper_status
 from tideforge.engine.kernels import copy_kernels
 from tideforge.engine.memory import Arena
 from tideforge.engine.sandbox import REQUIRE, Places, sandbox_for
-from tideforge.engine.spawn import Nursery
+from tideforge.engine.spawn import Nursery, sweep
 from tideforge.errors import CandidateError
 
 LEAST_MEMORY = 2 << 30  # bytes that a worker may hold on any machine
@@ -53,6 +53,7 @@ class Lab:
         self.config = ModelConfig.load(settings.model)
         self.layout = settings.arena_layout(self.config)
         settings.state.mkdir(parents=True, exist_ok=True)
+        sweep(settings.state / "scratch")  # an authority that was killed with all of its own left them
         self._keeper: socket.socket | None = None
         self._asking = threading.RLock()  # one question to the keeper at a time
         self._weights: protocol.Message | None = None

@@ -155,6 +155,12 @@ def marked(marker: str) -> list[int]:
     return [pid for pid in processes() if marker in _text(f"{PROC}/{pid}/environ")]
 
 
+def marks(name: str) -> set[str]:
+    """What this variable was at the start of any process of this user."""
+    found = (entry.partition("=") for pid in processes() for entry in _text(f"{PROC}/{pid}/environ").split("\0"))
+    return {value for key, _, value in found if key == name}
+
+
 def kill(pids: Iterable[int], number: int = 9) -> None:
     for pid in pids:
         with contextlib.suppress(*_GONE):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import secrets
 import signal
 import socket
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tideforge.engine import procfs, protocol
+from tideforge.engine.removal import remove
 from tideforge.engine.sandbox import PLAIN, Sandbox
 from tideforge.engine.ward import MARKER, Ward, process_of
 from tideforge.engine.warden import Charge
@@ -23,6 +25,7 @@ from tideforge.errors import PeerGone, ProtocolError
 IMPORT_S = 120.0  # torch and triton, on a slow disk
 ROOM = 4096  # bytes of a nursery's environment that its children may write their own over (forked.show)
 TRIES = 2
+MARK = 8  # bytes
 
 
 class Nursery:
@@ -71,7 +74,7 @@ class Nursery:
 
         Raises ProtocolError when there is none to be had.
         """
-        marker = secrets.token_hex(8)
+        marker = secrets.token_hex(MARK)
         own = scratch.resolve() / marker
         charge = Charge(
             log=str(self.log.resolve()), scratch=str(own), memory_bytes=memory_bytes, device=device,
@@ -144,3 +147,13 @@ def folders(own: Path) -> dict[str, str]:
     """A worker writes, compiles and caches in a folder of its own, which ends with it."""
     names = ("HOME", "TMPDIR", "XDG_CACHE_HOME", "TRITON_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
     return {name: str(own) for name in names}
+
+
+def sweep(scratch: Path) -> None:
+    """Removes the folders of workers that nothing runs for any more: neither they nor their wardens live."""
+    names = [path.name for path in scratch.glob("*") if re.fullmatch(f"[0-9a-f]{{{2 * MARK}}}", path.name)]
+    if not names:  # these first: a warden is marked before it makes its folder
+        return
+    alive = procfs.marks(MARKER)
+    for name in set(names) - alive:
+        remove(scratch / name)

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from tideforge.engine import procfs
+from tideforge.engine.removal import remove
 from tideforge.errors import CandidateError, ProtocolError
 
 START_S = 30.0
 END_S = 40.0  # longer than the warden takes to give up on processes that do not die
+CLEAR_S = 5.0  # what a worker left in its folder keeps nobody waiting longer
 MARKER = "TIDEFORGE_WARD"
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -163,11 +165,19 @@ class Ward:
             pass
 
     def _bury(self, reported: bool) -> None:
-        """Waits for the warden's end; one that was killed leaves it to this end to kill what it watched."""
+        """Waits for the warden's end; one that was killed leaves it to this end to kill what it watched, and to clear up.
+
+        One that has reported and goes on clears the worker's folder: it is left to that.
+        """
         self._control.close()
-        if not self._warden_ends(END_S) or not reported:
+        if not reported:
+            self._warden_ends(END_S)
             self._kill_warden()
             procfs.kill(procfs.marked(f"{MARKER}={self._marker}"))
+            if self.own.name:
+                remove(self.own, CLEAR_S)
+        else:
+            self._warden_ends(CLEAR_S)
         os.close(self._warden)
         self._warden = -1
 

@@ -16,7 +16,6 @@ import dataclasses
 import json
 import os
 import selectors
-import shutil
 import signal
 import socket
 import time
@@ -28,6 +27,7 @@ from tideforge.engine import procfs
 from tideforge.engine.confine import confine, require_pid_namespace
 from tideforge.engine.forked import close_all_but, reset_signals, run_as_program, take_over
 from tideforge.engine.guard import adopt_orphans, die_with_parent, enter_pid_namespace
+from tideforge.engine.removal import remove
 from tideforge.engine.tracer import Tracer
 
 WEIGHTS = "tideforge-weights"  # the keeper's name of that segment
@@ -232,13 +232,13 @@ class Warden:
         self._reap()
         if self.output in {key.fd for key in self.selector.get_map().values()}:
             self._read_output()
-        shutil.rmtree(self.scratch, ignore_errors=True)
         starved = procfs.kills_by_the_kernel() > self.starved
         end = {
             "code": self.code, "by_itself": by_itself, "verdict": self.verdict, "why": self.why, "left": left,
             "weights_faults": self.tracer.faults, "starved": starved, "undead": len(alive),
         }  # fmt: skip
         self._say({"end": end})
+        remove(self.scratch)  # after the report: there may be much of it
 
     def _kill(self) -> list[int]:
         """SIGKILL to all that lives below the warden; what that was."""

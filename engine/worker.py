@@ -19,7 +19,10 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
+from importlib.abc import Loader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -29,7 +32,7 @@ from torch import Tensor
 from tideforge.engine import contract, memory, protocol
 from tideforge.engine import device as device_memory
 from tideforge.engine.dry import dry_run
-from tideforge.engine.faults import fault
+from tideforge.engine.faults import fault, observe, watch_threads
 from tideforge.engine.guard import limit_data
 from tideforge.engine.runner import GraphShape, Runner
 from tideforge.engine.wallclock import unhinge
@@ -79,17 +82,21 @@ def load_forward(folder: Path, ctx: contract.Context) -> contract.ForwardFn:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["forward"] = module
-    try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        raise CandidateError("syntax_error", f"{error.msg} ({error.filename}, line {error.lineno})") from error
-    except Exception as error:
-        raise fault("import_error", error) from error
-    try:
+    observe(partial(_import, spec.loader, module), "import_error")
+
+    def build() -> contract.ForwardFn:
         with torch.inference_mode():
             return module.build(ctx)  # type: ignore[no-any-return]
-    except Exception as error:
-        raise fault("build_error", error) from error
+
+    return observe(build, "build_error")
+
+
+def _import(loader: Loader, module: ModuleType) -> None:
+    try:
+        loader.exec_module(module)
+    except SyntaxError as error:
+        where = f" ({error.filename}, line {error.lineno})"
+        raise CandidateError("syntax_error", f"{error.msg:.400}{where:.100}") from error
 
 
 @contextlib.contextmanager
@@ -129,15 +136,22 @@ class Worker:
             "attach": self.attach, "stage": self.stage, "dry": self.dry, "capture": self.capture,
             "step": self.step, "halt": self.halt, "select": self.select,
         }  # fmt: skip
+        itself = os.getpid()
         while True:
             try:
                 message = protocol.recv(self.sock)
+                handlers[message.type](message)
             except PeerGone:
                 return
-            try:
-                handlers[message.type](message)
-            except CandidateError as error:
-                protocol.send(self.sock, {"type": "failed", "outcome": error.outcome, "message": error.message})
+            except BaseException as error:  # of the candidate's also between two steps: a signal handler runs anywhere
+                if os.getpid() != itself:
+                    raise  # a child of the candidate's has come up here: it ends as any program would
+                self._fail(error if isinstance(error, CandidateError) else fault("", error))
+
+    def _fail(self, error: CandidateError) -> None:
+        """Without an outcome it is the first that the authority knows of what it asked for (executor.CLAIMABLE)."""
+        text = str(error.message)[:500]
+        protocol.send(self.sock, {"type": "failed", "outcome": str(error.outcome)[:40], "message": text})
 
     def attach(self, message: protocol.Message) -> None:
         """Maps weights and arena; after this a stage costs an import and a build only."""
@@ -193,10 +207,11 @@ class Worker:
     def stage(self, message: protocol.Message) -> None:
         begin = time.perf_counter()
         os.environ["TRITON_CACHE_DIR"] = os.environ["TORCHINDUCTOR_CACHE_DIR"] = message.header["kernels"]
-        ctx = self._context(range(*message.header["layers"]), tuple(message.header["capture_rows"]))
+        layers = range(*message.header["layers"])
+        ctx = self._context(layers, tuple(message.header["capture_rows"]))
         forward = load_forward(Path(message.header["folder"]), ctx)
         self.runner = Runner(forward, self.logits, self.layout.block_size)
-        self.depths[len(ctx.layer_range)] = self.runner
+        self.depths[len(layers)] = self.runner
         protocol.send(self.sock, {"type": "staged", "seconds": time.perf_counter() - begin})
 
     def _context(self, layers: range, capture_sizes: tuple[int, ...]) -> contract.Context:
@@ -254,5 +269,6 @@ def live(fd: int) -> None:
     os.set_inheritable(fd, False)
     draw_anew()
     unhinge()
+    watch_threads()
     with socket.socket(fileno=fd) as sock:
         Worker(sock).run()

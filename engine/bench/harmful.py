@@ -6,6 +6,8 @@ A kind is a module with `harm(what)` and `OUTCOMES`, what comes of it by phase (
 from __future__ import annotations
 
 import importlib.util
+import mmap
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +15,9 @@ from types import ModuleType
 from tideforge.engine.forward import Forward
 
 Kinds = Mapping[str, ModuleType]
+LEAST_HANG_S = 4.0
+FILLS = 3  # so many times what filling all memory takes is a hang: the machine is shared
+PROBE = 128 << 20  # bytes
 
 # Where a harm of each phase stands in a candidate. `harm` gets what the phase has: nothing, ctx, or the batch.
 WRAP = """
@@ -46,6 +51,15 @@ def kinds(*folders: Path) -> dict[str, ModuleType]:
         found[path.stem] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(found[path.stem])
     return found
+
+
+def hang_s(memory_bytes: int) -> float:
+    """An import or a build that takes longer is called hung where a worker may hold so much. One that takes all of it and is to
+    be seen at that needs the time that this machine, as busy as it is, takes to hand it out: measured here on a part."""
+    begin = time.perf_counter()
+    with mmap.mmap(-1, PROBE) as probe:
+        probe.write(bytes(PROBE))
+    return max(LEAST_HANG_S, FILLS * (time.perf_counter() - begin) * memory_bytes / PROBE)
 
 
 def expected(kind: ModuleType, phase: str, on_gpu: bool) -> tuple[str, ...]:

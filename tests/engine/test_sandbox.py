@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -58,7 +59,7 @@ def written(path):
 
 @pytest.fixture(scope="module")
 def home() -> Iterator[Path]:
-    """Not below /tmp, which each worker has to itself."""
+    """Beside this checkout, wherever that lies: also below /tmp, of which each worker has its own."""
     folder = Path(__file__).parents[2] / f".sandbox-test-{os.getpid()}"
     folder.mkdir()
     yield folder
@@ -231,6 +232,46 @@ def test_it_does_not_learn_the_date(told) -> None:
 def test_temporary_places_are_small(told) -> None:
     sizes = "[os.statvfs(place).f_blocks * os.statvfs(place).f_frsize for place in ('/tmp', '/dev/shm')]"
     assert told(sizes) == [64 << 20, 64 << 20]
+
+
+@pytest.fixture
+def below_tmp(tiny, end_keeper) -> Iterator[Lab]:
+    """A lab of which all that a worker needs lies below /tmp, a file right in it."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, tempfile.NamedTemporaryFile(dir="/tmp") as file:
+        model = Path(folder) / "model"
+        shutil.copytree(tiny, model)
+        Path(file.name).write_bytes((model / "config.json").read_bytes())
+        (model / "config.json").unlink()
+        (model / "config.json").symlink_to(file.name)
+        lab = Lab(Settings(state=Path(folder) / "state", model=model, num_blocks=64))
+        end_keeper(lab.settings.state)
+        if not lab.sandbox.on:
+            pytest.skip(f"no sandbox can be had here: {lab.sandbox.why}")
+        yield lab
+        lab.close()
+
+
+def test_a_worker_has_a_tmp_of_its_own_also_where_what_it_needs_lies_there(below_tmp) -> None:
+    lab, file = below_tmp, (below_tmp.settings.model / "config.json").resolve()
+    state, mine = str(lab.settings.state), f"/tmp/{lab.settings.state.parent.name}-mine"
+    places = (
+        mine,
+        f"{state}/scratch/x",
+        f"{state}/x",
+        f"{lab.settings.model}/x",
+        f"{lab.settings.model}/../x",
+        str(file),
+    )
+    tried = f"[tried(lambda: written(place)) for place in {places!r}]"
+    here = "sorted(os.listdir('/tmp')), os.statvfs('/tmp').f_blocks * os.statvfs('/tmp').f_frsize"
+    source = f"{PRELUDE}def build(ctx):\n    raise RuntimeError('<' + repr(({tried}, {here})) + '>')\n"
+    worker = lab.spare(lab.arena("w"))
+    with pytest.raises(CandidateError) as caught:
+        lab.stage(worker, Forward({"forward.py": source}))
+    lab.release(worker)
+    written, names, size = ast.literal_eval(caught.value.message.partition("<")[2].rpartition(">")[0])
+    assert written[0] == 1 and set(written[1:]) <= {"OSError", "PermissionError"} and size == 64 << 20
+    assert {Path(mine).name, file.name, lab.settings.state.parent.name} <= set(names) and not Path(mine).exists()
 
 
 def test_all_of_it_holds_for_what_a_worker_starts(told) -> None:

@@ -28,6 +28,7 @@ from tideforge.engine.service_config import ServiceConfig
 
 HARM = Path(__file__).parent / "harm"
 LLAMA = Path(tideforge.engine.__file__).parent / "models" / "llama"
+MEMORY_BYTES = 1 << 30
 IMPORTS = (
     "ctypes", "gc", "mmap", "os", "pathlib", "signal", "struct", "subprocess", "sys", "tempfile", "threading", "time",
 )  # fmt: skip
@@ -96,9 +97,9 @@ def engine(tmp_path_factory) -> Iterator[Engine]:
     (night / "workload.json").write_text(workload.to_json())
     model = tiny_llama(night / "model")
     config = ServiceConfig(
-        settings=Settings(state=state, model=model, num_blocks=64, worker_memory_bytes=1 << 30),
-        night=night, incumbent=LLAMA, workload=night / "workload.json", passes=1, trial_s=4, tune=False,
-        allow_imports=IMPORTS, exit_at=time.time() + 900,
+        settings=Settings(state=state, model=model, num_blocks=64, worker_memory_bytes=MEMORY_BYTES),
+        night=night, incumbent=LLAMA, workload=night / "workload.json", passes=1, tune=False,
+        trial_s=harmful.hang_s(MEMORY_BYTES), allow_imports=IMPORTS, exit_at=time.time() + 900,
     )  # fmt: skip
     config.write(night / "service.json")
     command = [sys.executable, "-m", "tideforge.engine.supervise", "--config", str(night / "service.json")]

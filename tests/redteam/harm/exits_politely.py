@@ -1,8 +1,8 @@
-"""SystemExit, which is no Exception."""
+"""SystemExit, which is no Exception: but an error, for the process is not the candidate's to end."""
 
 import sys
 
-OUTCOMES = {"import": "exited", "build": "exited", "forward": "exited"}
+OUTCOMES = {"import": "import_error", "build": "build_error", "forward": "forward_error"}
 
 
 def harm(what):
