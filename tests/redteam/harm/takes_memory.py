@@ -1,4 +1,4 @@
-"""All the memory that can be had."""
+"""All the memory that can be had. A fourth of it is touched, so that also a slow machine has given it before a step's deadline."""
 
 OUTCOMES = {"import": "out_of_memory", "build": "out_of_memory", "forward": "out_of_memory"}
 
@@ -7,3 +7,4 @@ def harm(what):
     held = []
     while True:
         held.append(bytearray(b"x") * (16 << 20))
+        held.append(bytes(48 << 20))
