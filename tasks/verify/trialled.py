@@ -105,6 +105,12 @@ class Trialled:
             self.lab.release(worker)
             self.lab.ask_keeper({"type": "drop", "name": FRESH})
 
+    def end(self, worker: RemoteExecutor) -> None:
+        """Ends a worker; the candidate's starts anew when it is asked for again."""
+        self.lab.release(worker)
+        if worker is self._b:
+            self._b = None
+
     def close(self) -> None:
         self.reference.close()
         self.lab.close()
