@@ -1,4 +1,4 @@
-"""What a worker holds, as the kernel counts it from outside: nothing is asked of the worker.
+"""What a worker holds, as kernel and driver count it from outside: nothing is asked of the worker.
 
 On the host that is memory of its own and of what it started, and memory files: mapped, open or in its /dev/shm. A file that the
 worker it is compared with maps too (libraries, the weights) does not count. Fields are those of proc(5), smaps.
@@ -12,7 +12,8 @@ import re
 import stat
 from collections.abc import Collection, Iterator, Mapping
 
-from tideforge.engine import procfs
+from tideforge.engine import nvml, procfs
+from tideforge.engine.ward import Ward
 
 KEEPS = ("Anonymous", "Swap", "Private_Hugetlb", "Shared_Hugetlb")
 _MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ ([0-9a-f]+):([0-9a-f]+) (\d+)", re.MULTILINE)
@@ -38,6 +39,17 @@ class Held:
 def file_of(fd: int) -> File:
     found = os.fstat(fd)
     return found.st_dev, found.st_ino
+
+
+def of_worker(ward: Ward, device: str) -> Held | None:
+    """What a worker and all that it started hold, on a GPU of the GPUs' memory; None where that is not shown.
+
+    The first process of its namespace is among them, which is alike in all.
+    """
+    if device != "cpu":
+        found = nvml.device_bytes(ward.pid)
+        return None if found is None else Held(found, {})
+    return held([ward.pid, *(pid for pid in procfs.below(ward.warden_pid) if pid != ward.pid)])
 
 
 def held(pids: Collection[int]) -> Held | None:

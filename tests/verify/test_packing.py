@@ -16,10 +16,9 @@ import pytest
 
 from tideforge.engine import nvml
 from tideforge.engine.conduct import GROWN_DEVICE_BYTES
-from tideforge.engine.config import Limits
 from tideforge.engine.doubles import DOUBLES, tiny_deepseek
 from tideforge.engine.forward import ENTRY, PACKING, Forward
-from tideforge.engine.held import Held, file_of, held
+from tideforge.engine.held import Held, file_of, held, of_worker
 from tideforge.engine.lab import end_keeper
 from tideforge.engine.model_config import model_for
 from tideforge.engine.random_shapes import weights_bytes
@@ -30,6 +29,7 @@ from tideforge.tasks.verify import packing as gate
 from tideforge.tasks.verify.alone import find_forward
 from tideforge.tasks.verify.examine import run_gate, run_own
 from tideforge.tasks.verify.flags import flags_of
+from tideforge.tasks.verify.packing import Slack
 from tideforge.tasks.verify.slack import Reading, slack_of
 from tideforge.tasks.verify.verdict import GateResult, Verdict
 
@@ -86,6 +86,7 @@ def test_a_raw_forward_holds_what_a_raw_forward_holds(place: str, request: pytes
     assert result.passed and not result.unverified, result.evidence or result.unverified
     assert result.figures["declared_bytes"] == result.figures["pages"] == 0 and "flag" not in result.figures
     assert abs(result.figures["measured_bytes"]) <= result.figures["slack_bytes"]
+    assert result.figures["lived_bytes"] <= result.figures["lived_slack_bytes"]
     assert then.passed, "the worker is as it was"
 
 
@@ -97,9 +98,9 @@ def test_what_is_kept_and_not_declared_is_caught(llama: Place, how: str, declare
         before = run_gate("determinism", trialled.probe())
         result = run_own("packing", trialled)
     assert before.passed, before.evidence
-    assert not result.passed and "more than the raw forward's" in result.evidence
+    assert not result.passed and result.evidence.startswith("a fresh worker holds")
     assert f"declared are {declared / MIB:.1f} MiB" in result.evidence
-    assert float(result.evidence.split()[3]) == pytest.approx(KEPT / MIB, abs=gate.slack_bytes("cpu") / MIB)
+    assert float(result.evidence.split()[4]) == pytest.approx(KEPT / MIB, abs=Slack.of("cpu").fresh / MIB)
 
 
 def test_what_is_kept_and_declared_passes_and_is_counted_in_pages(llama: Place) -> None:
@@ -114,6 +115,19 @@ def test_what_is_kept_and_declared_passes_and_is_counted_in_pages(llama: Place) 
     assert f"packing: {flag}" in flags_of(verdict, PLAIN) and verdict.clean
 
 
+def test_what_it_came_to_hold_later_and_threw_away_again_was_seen(llama: Place) -> None:
+    with llama.trialled(llama.plain) as trialled:
+        trialled.warm()
+        trialled.look()
+        [seen] = trialled.looks
+        assert seen is not None
+        trialled.looks.append(dataclasses.replace(seen, own=seen.own + KEPT + Slack.of("cpu").lived))
+        result = run_own("packing", trialled)
+    assert (
+        not result.passed and result.evidence.startswith("the worker holds") and "declared are 0.0" in result.evidence
+    )
+
+
 @pytest.mark.slow
 def test_an_incumbent_that_packs_undeclared_lets_no_candidate_do_so(llama: Place) -> None:
     packs = dataclasses.replace(llama, plain=keeping(llama.plain, OWN))
@@ -126,36 +140,28 @@ def test_what_does_not_fit_is_refused_and_what_cannot_be_looked_at_is_told_apart
     llama: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with llama.trialled(llama.plain) as trialled:
-        hidden = trialled.b.pid
         with monkeypatch.context() as none:
             none.setattr(gate, "room_bytes", lambda device: 0)
             full = run_own("packing", trialled)
-        monkeypatch.setattr(gate, "held", lambda pids: None if pids[0] == hidden else held(pids))
-        hides = run_own("packing", trialled)
-        monkeypatch.setattr(gate, "held", lambda pids: None)
+        monkeypatch.setattr(gate, "of_worker", lambda ward, device: None)
         nowhere = run_own("packing", trialled)
+        monkeypatch.undo()
+        trialled.looks.append(None)
+        hides = run_own("packing", trialled)
     assert not full.passed and full.evidence.endswith("the device has 0.0 MiB")
     assert not hides.passed and "does not let itself be looked at" in hides.evidence
     assert nowhere.passed and "kernel does not show" in nowhere.unverified
 
 
-def test_the_largest_steps_fill_a_batch_and_fit_into_pages_and_text() -> None:
-    limits = Limits(max_num_seqs=8, max_num_batched_tokens=128, max_model_len=512)
-    first, *rest = gate.largest(limits, 64, 16, 4000, 300)
-    assert first.prompt_tokens == 300 and len(rest) == 8 and {one.prompt_tokens for one in rest} == {16}
-    for blocks, text, context in ((64, 200, 900), (9, 4000, 0), (3, 50, 100)):
-        shapes = gate.largest(limits, blocks, 16, text, context)
-        assert all(
-            0 < one.prompt_tokens + gate.TOKENS <= max(min((blocks - 1) * 16, text), 1 + gate.TOKENS) for one in shapes
-        )
-
-
 def test_the_slack_is_what_the_record_gives() -> None:
     kept = json.loads(gate.FILE.read_text())
     readings = [Reading(**one) for one in kept["records"]["cpu"]["readings"]]
-    assert gate.slack_bytes("cpu") == slack_of(readings) > max(abs(one.bytes) for one in readings)
-    assert {one.after for one in readings} == {"start", "gates"} and len(readings) >= 20
-    assert gate.slack_bytes("cuda:0") == kept["slack_bytes"].get("gpu", GROWN_DEVICE_BYTES)
+    slack = Slack.of("cpu")
+    assert slack == slack_of(readings) and slack.fresh > max(one.fresh for one in readings)
+    assert slack.lived > max(one.lived for one in readings) and len(readings) >= 12
+    assert {one.forward for one in readings} == {"raw", "offline"}
+    assert {one.dtype for one in readings} >= {"float32", "bfloat16"}
+    assert "gpu" in kept["slack_bytes"] or Slack.of("cuda:0") == Slack(GROWN_DEVICE_BYTES, GROWN_DEVICE_BYTES)
 
 
 # --- what a process holds
@@ -236,17 +242,17 @@ def test_a_gpus_memory_is_a_processs_own_or_what_its_end_gives_back(monkeypatch:
         ended.append(worker)
         driver.used[0] -= 25
 
-    trialled: Any = SimpleNamespace(end=end)
-    shown, hidden = SimpleNamespace(pid=7), SimpleNamespace(pid=8)
-    assert gate._on_gpu(trialled, shown) == 30 and ended == []  # type: ignore[arg-type]
-    assert gate._on_gpu(trialled, hidden) == 25 and ended == [hidden]  # type: ignore[arg-type]
+    shown, hidden = (SimpleNamespace(ward=SimpleNamespace(pid=pid)) for pid in (7, 8))
+    assert of_worker(shown.ward, "cuda:0") == Held(30, {}) and of_worker(hidden.ward, "cuda:0") is None  # type: ignore[arg-type]
+    trialled: Any = SimpleNamespace(lab=SimpleNamespace(release=end))
+    assert gate._returned(trialled, hidden) == 25 and ended == [hidden]  # type: ignore[arg-type]
     assert nvml.totals() == nvml.Total(20, 100) and gate.room_bytes("cuda:0") == 100
 
 
 def test_where_there_is_no_nvml_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvml, "_library", lambda: None)
     assert nvml.totals() is None
-    for ask in (lambda: gate.room_bytes("cuda:0"), lambda: gate._on_gpu(SimpleNamespace(), SimpleNamespace(pid=7))):  # type: ignore[arg-type]
+    for ask in (lambda: gate.room_bytes("cuda:0"), lambda: gate._returned(SimpleNamespace(), SimpleNamespace())):  # type: ignore[arg-type]
         with pytest.raises(gate.Unverifiable, match="NVML does not say"):
             ask()
 
