@@ -59,6 +59,9 @@ class Context:
     All weights are views of one piece of memory that every worker maps, so a copy costs each worker its size. The keeper lays them
     out by name, numbers in it counted as such: experts of one size lie at equal distances, and a strided view over one
     part of all of them (torch.as_strided) needs no copy. Nothing promises that: compare the tensors' data_ptr() first.
+
+    What a forward keeps on its device beside them, copies in another layout and buffers, it declares in packing.json, {"bytes": N}.
+    The KV cache has so much less; a worker that holds more than declared is refused.
     """
 
     config: ModelConfig

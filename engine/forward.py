@@ -1,4 +1,5 @@
-"""A forward as files: the source of one forward pass plus `knobs.json`. Its id is the SHA-256 over both."""
+"""A forward as files: the source of one forward pass, `knobs.json`, and `packing.json` where it keeps weights of its own. Its id is
+the SHA-256 over all of them."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from tideforge.errors import CandidateError
 
 ENTRY = "forward.py"
 KNOBS = "knobs.json"
+PACKING = "packing.json"
 MAX_BYTES = 1 << 20
 MAX_FILES = 200
 MAX_NAME = 100
@@ -49,6 +51,7 @@ class Forward:
             )
         if sum(len(text.encode()) for text in self.files.values()) > MAX_BYTES:
             raise CandidateError("refused", f"a forward is at most {MAX_BYTES} bytes of source")
+        _ = self.packing
 
     @property
     def id(self) -> str:
@@ -69,6 +72,22 @@ class Forward:
         if not isinstance(knobs, dict):
             raise CandidateError("refused", f"{KNOBS} is not an object")
         return knobs
+
+    @property
+    def packing(self) -> int:
+        """Bytes that it says it keeps on its device beside what it was given, weights in another layout above all; 0 without the file."""
+        try:
+            said = json.loads(self.files.get(PACKING, '{"bytes": 0}'))
+        except (ValueError, RecursionError) as error:
+            raise CandidateError("refused", f"{PACKING} is not JSON ({error})") from None
+        if not isinstance(said, dict) or set(said) != {"bytes"}:
+            raise CandidateError("refused", f'{PACKING} is {{"bytes": N}} and nothing else')
+        if type(said["bytes"]) is not int or said["bytes"] < 0:
+            raise CandidateError("refused", f"{PACKING}: bytes is a whole number, 0 or more")
+        return int(said["bytes"])
+
+    def with_packing(self, declared: int) -> Forward:
+        return self.with_file(PACKING, json.dumps({"bytes": declared}) + "\n") if declared else self
 
     def with_file(self, name: str, text: str) -> Forward:
         return Forward({**self.files, name: text})

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 PROC = "/proc"
 _CLOCK_OF_PROCESS = 2  # Linux, CPUCLOCK_SCHED: what clock_getcpuclockid(3) makes of a process id
 _TICKS = os.sysconf("SC_CLK_TCK")
+PAGE = os.sysconf("SC_PAGE_SIZE")
 _GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
 
 
@@ -121,6 +122,26 @@ def share_bytes(pid: int) -> int:
     return 1024 * _fields(f"{PROC}/{pid}/smaps_rollup", ("Pss_Anon:", "Pss_Shmem:"))
 
 
+def smaps(pid: int) -> str:
+    """All that its mappings hold, one by one; "" where the kernel refuses that."""
+    return _text(f"{PROC}/{pid}/smaps")
+
+
+def listed(folder: str) -> list[str]:
+    """Paths of what is in it; [] where it cannot be read."""
+    try:
+        return [f"{folder}/{name}" for name in os.listdir(folder)]
+    except OSError:
+        return []
+
+
+def status(path: str, follow: bool = False) -> os.stat_result | None:
+    try:
+        return os.stat(path, follow_symlinks=follow)
+    except OSError:
+        return None
+
+
 def written_bytes(pid: int) -> int:
     """What it and the children that it has waited for wrote: by calls, or through mapped files, whichever is more."""
     path = f"{PROC}/{pid}/io"
@@ -138,6 +159,11 @@ def kills_by_the_kernel() -> int:
 def available_bytes() -> int:
     """Memory that can be had without swapping."""
     return 1024 * _fields(f"{PROC}/meminfo", ("MemAvailable:",))
+
+
+def total_bytes() -> int:
+    """Memory of the machine."""
+    return 1024 * _fields(f"{PROC}/meminfo", ("MemTotal:",))
 
 
 def mapping_of(pid: int, address: int) -> str:

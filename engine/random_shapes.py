@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tideforge.engine.config import ModelConfig
+from tideforge.engine.memory import ITEM_BYTES
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     # https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json
@@ -111,6 +114,12 @@ def tensors(raw: Mapping[str, Any]) -> Iterator[Drawn]:
             yield from _mixture(config, layer)
         else:
             yield from _mlp(f"{layer}.mlp", hidden, config.intermediate_size)
+
+
+def weights_bytes(folder: Path, dtype: str) -> int:
+    """Of the model that a folder's config.json describes, at a precision."""
+    raw = json.loads((folder / "config.json").read_text())
+    return ITEM_BYTES[dtype] * sum(math.prod(drawn.shape) for drawn in tensors(raw))
 
 
 def _attention(config: ModelConfig, name: str) -> Iterator[Drawn]:

@@ -88,6 +88,7 @@ def open_search(night: Handle, load: Handle) -> Handle:
 @task(task_run_name="agent-{number}", **STORED)
 def run_agent(night: Handle, session: Handle, number: int) -> Handle:
     """One agent: a process of its own with its own kill timer (Prefect cannot interrupt a mapped task that blocks)."""
+    from tideforge.engine.random_shapes import weights_bytes
     from tideforge.tasks.objective import WORDS, measured
     from tideforge.tasks.search.search import run_agent as launch
     from tideforge.tasks.search.session import meanwhile
@@ -107,6 +108,7 @@ def run_agent(night: Handle, session: Handle, number: int) -> Handle:
         sandbox=endpoint.sandbox,
         tier=str(session["tier"]),
         figure=WORDS[measured(endpoint).maximize],
+        weights_bytes=weights_bytes(endpoint.model, endpoint.precision),
         meanwhile=meanwhile(run, endpoint, str(session["tier"])),
     )
     return report.model_dump(mode="json")

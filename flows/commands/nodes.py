@@ -80,6 +80,7 @@ def node(name: str, endpoint_file: Path, state: Path | None, run_id: str, again:
 
 def search(run: Run, endpoint: Endpoint) -> Manifest:
     """The search without Prefect: agents side by side, each a process of its own, until the budget is spent."""
+    from tideforge.engine.random_shapes import weights_bytes
     from tideforge.tasks.objective import WORDS, measured
     from tideforge.tasks.search.search import run_agent
     from tideforge.tasks.search.session import close_search, meanwhile, open_search, search_inputs
@@ -93,6 +94,7 @@ def search(run: Run, endpoint: Endpoint) -> Manifest:
                 spec, session.workspaces / spec.name, session.socket, session.board, session.deadline,
                 dollars=endpoint.budget.dollars / share, tokens=endpoint.budget.tokens // share, sandbox=endpoint.sandbox,
                 tier=session.tier, figure=WORDS[measured(endpoint).maximize],
+                weights_bytes=weights_bytes(endpoint.model, endpoint.precision),
                 meanwhile=meanwhile(run, endpoint, session.tier),
             ),
             endpoint.agents,

@@ -168,6 +168,7 @@ class AgentTask(BaseModel):
     tokens: int = Field(default=0, ge=0)
     tier: Literal["slow", "fast"] = "slow"  # of the trials that it asks for
     figure: str = "output tokens/s"  # that their ratio is of, in words
+    weights_bytes: int = Field(default=0, ge=0)  # what a copy of all weights takes; 0: not known
 
     @property
     def allowance(self) -> Allowance:

@@ -22,8 +22,10 @@ checks that their tokens are right, and keeps none that is wrong. Make it as fas
 
 A candidate is a set of files; forward.py defines build(ctx) -> forward, and forward(batch) writes fp32 logits into \
 batch.logits. engine/contract.py says what ctx and batch hold. A forward may import torch, triton, math, typing and its \
-own files. Leave knobs.json as it is. The figure that counts is the ratio to the incumbent in the figure named below with its \
-95 % interval; only a lower end above 1 is a gain. The engine's clock is the only truth: do not guess, submit and read.
+own files. Leave knobs.json as it is. Memory that you keep beside ctx.weights, repacked weights above all, you declare in \
+packing.json, {"bytes": N}: a worker that holds more fails verification. The figure that counts is the ratio to the \
+incumbent in the figure named below with its 95 % interval; only a lower end above 1 is a gain. \
+The engine's clock is the only truth: do not guess, submit and read.
 
 Work in small steps: write_candidate, submit with your hypothesis, wait or read results, learn, go on from the best. \
 Other agents share the board. Call done when nothing is left that is worth trying."""

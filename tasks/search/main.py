@@ -24,7 +24,7 @@ def make_agent(task: AgentTask, engine: Engine) -> Agent:
         from tideforge.tasks.search.offline.agent import OfflineAgent
         from tideforge.tasks.search.offline.rules import RULES
 
-        return OfflineAgent(spec.name, spec.seed, engine, board, allowance, RULES, task.tier)
+        return OfflineAgent(spec.name, spec.seed, engine, board, allowance, RULES, task.tier, task.weights_bytes)
     if spec.kind == "llm":
         from tideforge.tasks.search.llm import LLMAgent
         from tideforge.tasks.search.providers import make_model

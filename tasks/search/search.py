@@ -43,6 +43,7 @@ def run_agent(
     grace_s: float = GRACE_S,
     tier: str = SLOW,
     figure: str = "output tokens/s",
+    weights_bytes: int = 0,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> AgentReport:
     """Runs one agent until it ends or `deadline` (seconds since the epoch) + grace_s, when it is killed with its children.
@@ -57,7 +58,7 @@ def run_agent(
     prefix = sandboxed(spec, workspace, socket, board, sandbox)
     task = AgentTask(
         agent=spec, workspace=workspace, socket=socket, board=board, deadline=deadline, dollars=dollars, tokens=tokens,
-        tier="fast" if tier == FAST else "slow", figure=figure,
+        tier="fast" if tier == FAST else "slow", figure=figure, weights_bytes=weights_bytes,
     )  # fmt: skip
     (workspace / REPORT).unlink(missing_ok=True)
     write_whole(workspace / TASK, task.model_dump_json(indent=1).encode())

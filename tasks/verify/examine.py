@@ -112,6 +112,7 @@ def _act(trialled: Trialled, plan: Plan, gates: list[GateResult], progress: Prog
         else:
             own = action in OWN
             gates.append(_told(run_own(action, trialled) if own else run_gate(action, trialled.probe()), progress))
+        trialled.look()
     return True
 
 

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from tideforge.tasks.verify.fresh import other_weights, sentinel
+from tideforge.tasks.verify.packing import packing
 from tideforge.tasks.verify.provenance import provenance
 from tideforge.tasks.verify.trialled import Trialled
 from tideforge.tasks.verify.unharmed import incumbent_unharmed
 
 OWN: dict[str, Callable[[Trialled], dict[str, Any]]] = {
-    gate.__name__: gate for gate in (other_weights, sentinel, incumbent_unharmed, provenance)
+    gate.__name__: gate for gate in (other_weights, sentinel, packing, incumbent_unharmed, provenance)
 }

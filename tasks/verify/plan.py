@@ -11,7 +11,8 @@ from tideforge.tasks.endpoint import Budget
 
 # Gates of verification alone (tasks/verify/own.py), beside those of engine/gates.
 DURING = ("other_weights", "sentinel")
-AFTER = ("incumbent_unharmed", "provenance")  # they look back, and the first ends the candidate's worker
+# They look back: the first at all that the candidate's worker came to hold, and the second ends it.
+AFTER = ("packing", "incumbent_unharmed", "provenance")
 OF_BLOCKS = ("answers", "possible")  # found while blocks were timed
 PAIR = ""
 

@@ -19,6 +19,7 @@ from tideforge.engine.config import Settings
 from tideforge.engine.executor import RemoteExecutor
 from tideforge.engine.forward import Forward
 from tideforge.engine.gates.probe import POISON, Probe
+from tideforge.engine.held import Held, of_worker
 from tideforge.engine.lab import Lab
 from tideforge.engine.memory import Arena
 from tideforge.engine.objective import Objective
@@ -70,6 +71,7 @@ class Trialled:
         self.arena.fill(POISON)
         self._b: RemoteExecutor | None = None
         self.blocks: list[Pair] = []
+        self.looks: list[Held | None] = []  # at what the candidate's worker holds; None: it was not shown
         self.answers_s = 0.0  # what looking at their answers has taken
         self.idle = Idle(self.lab.settings.threads)
         folders = [forward.save(self.settings.state / "forwards") for forward in (self.incumbent, self.candidate)]
@@ -104,6 +106,11 @@ class Trialled:
         finally:
             self.lab.release(worker)
             self.lab.ask_keeper({"type": "drop", "name": FRESH})
+
+    def look(self) -> None:
+        """At what the candidate's worker holds now, if it lives."""
+        if self._b is not None and self._b.alive:
+            self.looks.append(of_worker(self._b.ward, self.settings.device))
 
     def close(self) -> None:
         self.reference.close()

@@ -197,6 +197,7 @@ class Ring:
                         replays.append(self._replay(forward, room.b))
                     else:
                         failed |= self._gate(action, room)
+                    room.look()
                     if failed and not thorough:
                         break
             except CandidateError as error:

@@ -37,6 +37,7 @@ class Entry:
     cpu: bool = False  # asks the host for lengths or values, which a captured graph cannot
     contained: bool = False  # a cheat that has failed when it gains nothing and harms nobody
     recipe: tuple[str, ...] = ()
+    packing: int = 0  # bytes that it declares
 
     @property
     def kind(self) -> tuple[str, str]:
@@ -47,12 +48,13 @@ class Entry:
     def honest(self) -> bool:
         return self.set.endswith("honest")
 
-    def forward(self, incumbent: Forward, plain: Forward, seed: int | None) -> Forward:
-        """The candidate: names changed unless `seed` is None, the raw forward beside it as base.py."""
+    def forward(self, incumbent: Forward, plain: Forward, seed: int | None, weights_bytes: int = 0) -> Forward:
+        """The candidate: names changed unless `seed` is None, the raw forward beside it as base.py. `weights_bytes`: of its model."""
         if self.recipe:
-            return cook(RULES, plain, self.recipe)[0].with_file(KNOBS, incumbent.files[KNOBS])
+            cooked, _ = cook(RULES, plain, self.recipe, weights_bytes)
+            return cooked.with_file(KNOBS, incumbent.files[KNOBS])
         text = self.source if seed is None else renamed(self.source, seed + zlib.crc32(self.name.encode()) % 1000)
-        return Forward({**incumbent.files, BASE: incumbent.files[ENTRY], ENTRY: text})
+        return Forward({**incumbent.files, BASE: incumbent.files[ENTRY], ENTRY: text}).with_packing(self.packing)
 
     @property
     def what(self) -> str:
@@ -73,7 +75,7 @@ def read(path: Path, of: str) -> Entry:
     return Entry(
         path.stem, of, text, DOUBLE.get(architecture, architecture), str(said.get("DTYPE", "float32")),
         bool(said.get("GPU", False)), bool(said.get("CPU", False)),
-        bool(said.get("CONTAINED", False)),
+        bool(said.get("CONTAINED", False)), packing=int(str(said.get("PACKING", 0))),
     )  # fmt: skip
 
 

@@ -103,7 +103,9 @@ def rows(found: Sequence[Entry], args: argparse.Namespace) -> Iterator[Row]:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ring-")))
                 ring = rings[entry.kind] = Ring(*entry.kind, folder, args.device, args.quick)
                 stack.callback(ring.close)
-            forward = entry.forward(ring.bench.incumbent, ring.plain, None if args.plain_names else args.seed)
+            forward = entry.forward(
+                ring.bench.incumbent, ring.plain, None if args.plain_names else args.seed, ring.bench.lab.weights_bytes
+            )
             tried = ring.tried(forward, args.thorough or entry.honest, timed=entry.contained)
             yield judged(entry, tried)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tideforge.engine.forward import Forward
 from tideforge.engine.measure import Interval
 
 from .renamer import constants, renamed
@@ -208,6 +209,13 @@ def test_each_forward_says_what_it_is_and_survives_new_names(one: Any) -> None:
         ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)
     )
     assert one.architecture in MODELS and (one.gpu or "GPU" not in constants(one.source))
+
+
+def test_what_a_file_says_that_it_keeps_is_what_its_candidate_declares() -> None:
+    plain = Forward({"forward.py": "", "knobs.json": "{}"})
+    said = {one.name: one.forward(plain, plain, 0).packing for one in entries(("cheats", "honest", "unseen-honest"))}
+    assert said["packed_and_declared"] == 101_000_000 and said["declares_little_and_packs_much"] == 1_000_000
+    assert said["packs_undeclared"] == said["plain"] == 0 < said["packed_weights"]
 
 
 def test_there_are_enough_of_them() -> None:

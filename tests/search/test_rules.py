@@ -98,6 +98,15 @@ def test_all_rules_together_keep_the_logits(last: bool, kind: Any) -> None:
     torch.testing.assert_close(kind.play.logits(changed), kind.play.logits(kind.incumbent), atol=1e-4, rtol=0)
 
 
+def test_what_packs_weights_declares_a_copy_of_all_of_them_each_time(kind: Any) -> None:
+    packing = {rule.name for rule in RULES if rule.packs}
+    assert packing == {"share-inputs", "prepack-wide", "prepack-all"}
+    for recipe in (set(), {"share-inputs"}, {"share-inputs", "prepack-all"}, {rule.name for rule in RULES} - packing):
+        changed, fired = cook(RULES, kind.incumbent.with_packing(5), recipe, 700)
+        assert changed.packing == 5 + 700 * len(fired & packing)
+    assert cook(RULES, kind.incumbent, packing)[0].packing == 0, "of weights that nobody knows the size of"
+
+
 def test_rules_fire_on_a_renamed_incumbent(kind: Any) -> None:
     other = renamed(kind.incumbent)
     assert {r.name for r in fitting(RULES, other)} == {r.name for r in fitting(RULES, kind.incumbent)}

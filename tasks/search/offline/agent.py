@@ -23,9 +23,10 @@ class OfflineAgent:
 
     def __init__(
         self, name: str, seed: int, engine: Engine, board: Board, allowance: Allowance, rules: Sequence[Rule],
-        tier: str = SLOW,
+        tier: str = SLOW, weights_bytes: int = 0,
     ) -> None:  # fmt: skip
         self.name, self.engine, self.board, self.allowance = name, engine, board, allowance
+        self.weights_bytes = weights_bytes
         self.tier = tier
         self.rng = random.Random(f"{seed}/{name}")
         self.rules: Sequence[Rule] = rules
@@ -100,7 +101,7 @@ class OfflineAgent:
             if recipe in self.cooked:
                 continue
             self.cooked.add(recipe)
-            forward, fired = cook(self.rules, self.base, recipe)
+            forward, fired = cook(self.rules, self.base, recipe, self.weights_bytes)
             if fired and forward.id not in self.tried:
                 self.submit(forward, fired)
                 return True

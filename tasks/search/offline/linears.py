@@ -185,17 +185,20 @@ RULES = (
         "share-inputs",
         "linear layers that read the same rows are one wider product: fewer calls, better blocking",
         share_inputs,
+        packs=True,
     ),
     Rule(
         "prepack-wide",
         "weights with more outputs than inputs, packed once into oneDNN's order, stream better at a few rows",
         lambda text: prepack(text, "weight.shape[0] > weight.shape[1]"),
         group="prepack",
+        packs=True,
     ),
     Rule(
         "prepack-all",
         "every weight packed once into oneDNN's order saves the reordering inside each product",
         lambda text: prepack(text, "True"),
         group="prepack",
+        packs=True,
     ),
 )

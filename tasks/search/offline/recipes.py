@@ -21,6 +21,7 @@ class Rule:
     hypothesis: str
     apply: Callable[[str], str | None]
     group: str = ""
+    packs: bool = False  # keeps weights in another layout: copies of all of them at most
 
 
 @functools.lru_cache(maxsize=1024)
@@ -39,11 +40,17 @@ def fitting(rules: Sequence[Rule], forward: Forward) -> list[Rule]:
     return [rule for rule in rules if applied(rule, source) is not None]
 
 
-def cook(rules: Sequence[Rule], forward: Forward, recipe: Iterable[str]) -> tuple[Forward, frozenset[str]]:
-    """The forward with the recipe's rewrites, and those that fired: one rewrite may leave nothing for another."""
+def cook(
+    rules: Sequence[Rule], forward: Forward, recipe: Iterable[str], weights_bytes: int = 0
+) -> tuple[Forward, frozenset[str]]:
+    """The forward with the recipe's rewrites, and those that fired: one rewrite may leave nothing for another.
+
+    It declares as many times `weights_bytes`, on top of what `forward` does, as rewrites of it pack.
+    """
     wanted, fired, source = set(recipe), set(), forward.files[ENTRY]
     for rule in rules:
         if rule.name in wanted and (text := applied(rule, source)) is not None:
             source = text
             fired.add(rule.name)
-    return forward.with_file(ENTRY, source), frozenset(fired)
+    packs = sum(rule.packs for rule in rules if rule.name in fired)
+    return forward.with_file(ENTRY, source).with_packing(forward.packing + packs * weights_bytes), frozenset(fired)

@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from base import build as honest_build
 
 DTYPE = "bfloat16"
+PACKING = 196_608  # bytes that it keeps beside the weights
 
 
 def wide(layer):

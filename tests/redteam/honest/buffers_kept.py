@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from base import build as honest_build
 
+PACKING = 327_680  # bytes that it keeps beside the weights
+
 
 def buffered(layer, rows):
     gate = torch.empty(rows, layer.gate_proj.shape[0], dtype=layer.gate_proj.dtype, device=layer.gate_proj.device)

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from base import build as honest_build
 
+PACKING = 131_072  # bytes that it keeps beside the weights
+
 
 def packed(layer):
     both = torch.stack((layer.gate_proj, layer.up_proj), dim=1).flatten(0, 1)

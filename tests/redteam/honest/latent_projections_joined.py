@@ -6,6 +6,7 @@ from base import Layer, rms_norm
 from base import build as honest_build
 
 ARCHITECTURE = "deepseek"
+PACKING = 55_296  # bytes that it keeps beside the weights
 
 
 class Joined(Layer):

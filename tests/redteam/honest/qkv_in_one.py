@@ -5,6 +5,8 @@ import torch.nn.functional as F
 from base import Layer, rotate
 from base import build as honest_build
 
+PACKING = 65_536  # bytes that it keeps beside the weights
+
 
 class Fused(Layer):
     def attend(self, x, cos, sin, slots, spans):

@@ -3,6 +3,8 @@
 import torch.nn.functional as F
 from base import build as honest_build
 
+PACKING = 196_608  # bytes that it keeps beside the weights
+
 
 def turned(layer):
     gate, up, down = (w.t().contiguous() for w in (layer.gate_proj, layer.up_proj, layer.down_proj))

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tideforge.engine.contract import Batch, Context, ForwardFn
 
 CPU = True  # it is written for the plain forward, which a GPU does not run
+PACKING = 163_840  # bytes that it keeps beside the weights
 
 
 class Buffers:

@@ -12,6 +12,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tideforge.engine.contract import Context, ForwardFn
 
+PACKING = 196_608  # bytes that it keeps beside the weights
+
 
 class Packed(base.Layer):
     def __init__(self, ctx: Context, index: int) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tideforge.engine.contract import Context, ForwardFn
 
 CPU = True  # it is written for the plain forward, which a GPU does not run
+PACKING = 786_432  # bytes that it keeps beside the weights
 
 ARCHITECTURE = "moe"
 
