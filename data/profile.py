@@ -12,14 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tideforge.data.files import whole
 from tideforge.data.logs import find_logs
 from tideforge.data.profile_records import (
+    MOST_TENANTS,
     Arrivals,
+    CachedCells,
+    Cells,
     Concurrency,
+    DayHour,
     Group,
     Lengths,
     Prefixes,
@@ -28,6 +33,7 @@ from tideforge.data.profile_records import (
     bin_edges,
 )
 from tideforge.data.readers import connect, read_logs
+from tideforge.data.sweep import Held, held_by_hour, over_the_day
 from tideforge.errors import UserError
 
 PROBABILITIES = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999)
@@ -82,8 +88,8 @@ def make_profile(db: duckdb.DuckDBPyConnection) -> Profile:
     if not totals["requests"]:
         raise UserError("traffic log", "has no good rows", "see the reasons with `tideforge ingest`")
     span_s = (totals["last_us"] - totals["first_us"]) / 1e6
-    lengths = {row["kind"]: lengths_of(row, totals["requests"]) for row in ask(db, "lengths", probabilities())}
-    cells = joint_of(db)
+    lengths = {row["kind"]: lengths_of(row) for row in ask(db, "lengths", probabilities())}
+    groups = groups_of(db, joint_of(db))
     first = db.execute("SELECT strftime(min(arrival), '%Y-%m-%dT%H:%M:%S.%fZ') FROM requests").fetchall()[0][0]
     return Profile(
         requests=totals["requests"],
@@ -93,16 +99,20 @@ def make_profile(db: duckdb.DuckDBPyConnection) -> Profile:
         prompt=lengths["prompt"],
         output=lengths["output"],
         context=lengths["context"],
-        joint=tuple(cells["all", ""]),
+        joint=tuple(joint_of(db)["all", ""]),
         arrivals=arrivals_of(db, totals["requests"], span_s),
         concurrency=concurrency_of(db, totals["with_latency"]),
         timings={row["kind"]: dict(zip(NAMES, row["quantiles"], strict=True)) for row in timings(db)},
-        regions=groups_of(db, "region", cells),
-        models=groups_of(db, "model", cells),
-        hours=groups_of(db, "hour", cells),
+        regions=groups.get("region", {}),
+        models=groups.get("model", {}),
+        hours=groups.get("hour", {}),
         prefixes=prefixes_of(db),
         tenants=ask(db, "prefixes")[0]["tenants"],
         turns=turns_of(db),
+        cached=lengths.get("cached"),
+        joint_cached=cached_cells(db),
+        by_tenant=largest(groups.get("tenant", {})),
+        day=day_of(groups["hour"], *load_over_day(db)),
     )
 
 
@@ -132,9 +142,9 @@ def timings(db: duckdb.DuckDBPyConnection) -> list[dict[str, Any]]:
     return ask(db, "timings", probabilities())
 
 
-def lengths_of(row: dict[str, Any], requests: int) -> Lengths:
+def lengths_of(row: dict[str, Any]) -> Lengths:
     quantiles = dict(zip(NAMES, row["quantiles"], strict=True))
-    return Lengths(least=row["least"], most=row["most"], mean=row["total"] / requests, quantiles=quantiles)
+    return Lengths(least=row["least"], most=row["most"], mean=row["total"] / row["requests"], quantiles=quantiles)
 
 
 def joint_of(db: duckdb.DuckDBPyConnection) -> dict[tuple[str, str], list[tuple[int, int, int]]]:
@@ -145,13 +155,49 @@ def joint_of(db: duckdb.DuckDBPyConnection) -> dict[tuple[str, str], list[tuple[
     return cells
 
 
-def groups_of(db: duckdb.DuckDBPyConnection, kind: str, cells: dict[tuple[str, str], Any]) -> dict[str, Group]:
-    groups = {}
+def cached_cells(db: duckdb.DuckDBPyConnection) -> CachedCells:
+    rows = ask(db, "joint_cached")
+    return tuple((row["prompt_bin"], row["output_bin"], row["cached_bin"], row["requests"]) for row in rows)
+
+
+def groups_of(
+    db: duckdb.DuckDBPyConnection, cells: dict[tuple[str, str], list[tuple[int, int, int]]]
+) -> dict[str, dict[str, Group]]:
+    """Kind -> value -> figures."""
+    groups: dict[str, dict[str, Group]] = {}
     for row in ask(db, "groups"):
-        if row.pop("by_kind") == kind:
-            value = row.pop("by_value")
-            groups[value] = Group(**row, joint=tuple(cells.get((kind, value), ())))
+        kind, value = row.pop("by_kind"), row.pop("by_value")
+        joint: Cells = tuple(cells.get((kind, value), ()))
+        groups.setdefault(kind, {})[value] = Group(**row, joint=joint)
     return groups
+
+
+def largest(tenants: dict[str, Group]) -> dict[str, Group]:
+    kept = sorted(tenants, key=lambda name: (-tenants[name].requests, name))[:MOST_TENANTS]
+    return {name: tenants[name] for name in sorted(kept)}
+
+
+def load_over_day(db: duckdb.DuckDBPyConnection) -> tuple[Held, Held]:
+    """Time held at each number in flight, and of those decoding, by hour of the day."""
+    query = (resources.files("tideforge.data") / "sql" / "spans.sql").read_text()
+    spans = db.execute(query, rates()).fetchnumpy()
+    starts, ends, decoding = (np.asarray(spans[name], dtype=np.int64) for name in ("start_us", "end_us", "decode_us"))
+    first, last = int(starts.min()), int(ends.max())
+    return held_by_hour(starts, ends, first, last), held_by_hour(decoding, ends, first, last)
+
+
+def day_of(hours: dict[str, Group], in_flight: Held, decoding: Held) -> dict[str, DayHour]:
+    flight, batch = over_the_day(in_flight), over_the_day(decoding)
+    observed = {hour: sum(held for (at, _), held in in_flight.items() if at == hour) / 1e6 for hour in range(24)}
+    return {
+        f"{hour:02d}": DayHour(
+            requests=hours[f"{hour:02d}"].requests if f"{hour:02d}" in hours else 0,
+            observed_s=observed[hour],
+            in_flight_mean=flight[hour][0], in_flight_most=flight[hour][1],
+            decoding_mean=batch[hour][0], decoding_most=batch[hour][1],
+        )
+        for hour in sorted(flight)
+    }  # fmt: skip
 
 
 def arrivals_of(db: duckdb.DuckDBPyConnection, requests: int, span_s: float) -> Arrivals:
