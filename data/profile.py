@@ -5,6 +5,7 @@ Every aggregate is a count, an exact integer sum or a value that occurred, so th
 
 from __future__ import annotations
 
+import datetime
 import math
 from collections.abc import Sequence
 from importlib import resources
@@ -90,10 +91,10 @@ def make_profile(db: duckdb.DuckDBPyConnection) -> Profile:
     span_s = (totals["last_us"] - totals["first_us"]) / 1e6
     lengths = {row["kind"]: lengths_of(row) for row in ask(db, "lengths", probabilities())}
     groups = groups_of(db, joint_of(db))
-    first = db.execute("SELECT strftime(min(arrival), '%Y-%m-%dT%H:%M:%S.%fZ') FROM requests").fetchall()[0][0]
+    first = db.execute("SELECT min(epoch_us(arrival)) FROM requests").fetchall()[0][0]
     return Profile(
         requests=totals["requests"],
-        first_arrival=first,
+        first_arrival=arrivals_text(first),
         span_s=span_s,
         closed_days=closed_days,
         prompt=lengths["prompt"],
@@ -114,6 +115,10 @@ def make_profile(db: duckdb.DuckDBPyConnection) -> Profile:
         by_tenant=largest(groups.get("tenant", {})),
         day=day_of(groups["hour"], *load_over_day(db)),
     )
+
+
+def arrivals_text(at_us: int) -> str:
+    return f"{datetime.datetime.fromtimestamp(at_us // 1_000_000, datetime.UTC):%Y-%m-%dT%H:%M:%S}.{at_us % 1_000_000:06d}Z"
 
 
 def close_silences(db: duckdb.DuckDBPyConnection) -> int:
@@ -235,6 +240,11 @@ def concurrency_of(db: duckdb.DuckDBPyConnection, measured: int) -> Concurrency:
     held: dict[int, int] = {}
     for row in concurrency_rows(db):
         held[row["level"]] = held.get(row["level"], 0) + row["held_us"]
+    return in_flight_of(held, measured)
+
+
+def in_flight_of(held: dict[int, int], measured: int) -> Concurrency:
+    """`held`: number in flight -> microseconds; `measured`: requests whose latency the log has."""
     whole_us = sum(held.values())
 
     def level(probability: float) -> int:
@@ -261,7 +271,8 @@ def prefixes_of(db: duckdb.DuckDBPyConnection) -> Prefixes:
 
 
 def turns_of(db: duckdb.DuckDBPyConnection) -> Turns | None:
-    row = ask(db, "turns", {**rates(), **probabilities()})[0]
+    db.execute((resources.files("tideforge.data") / "sql" / "links.sql").read_text(), rates())
+    row = ask(db, "turns", probabilities())[0]
     if not row["later_turns"]:
         return None
     return Turns(

@@ -15,8 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tideforge.data.files import canonical_json, sha256_bytes
 from tideforge.errors import UserError
 
-VERSION = 2  # 2 added `cached`, `joint_cached`, `by_tenant` and `day`; 1 can still be read, and keeps its hash
+VERSION = 2  # 2 added ADDED; 1 can still be read, and keeps its hash
 READABLE = (1, 2)
+ADDED = ("cached", "joint_cached", "by_tenant", "day", "quantile_error")
 BINS_PER_OCTAVE = 4
 MOST_TENANTS = 64
 NOT_SAID, NO_TOKENS = -2, -1  # bins of the cached prefix besides those of lengths
@@ -126,11 +127,12 @@ class Profile(Record):
         default={}, description=f"by 12 hex digits of the name's SHA-256; the {MOST_TENANTS} with most requests"
     )
     day: dict[str, DayHour] = Field(default={}, description="load over the day, by hour (UTC)")
+    quantile_error: float = Field(default=0.0, description="relative, at most; 0: every quantile occurred as it is")
 
     def to_json(self) -> bytes:
         without = {"turns"} if self.turns is None else set()
         if self.version == 1:
-            without |= {"cached", "joint_cached", "by_tenant", "day"}
+            without |= set(ADDED)
         return canonical_json(self.model_dump(mode="json", exclude=without))
 
     @property
