@@ -100,8 +100,8 @@ requests = st.fixed_dictionaries(
 @settings(max_examples=12, deadline=None)
 @given(st.lists(requests, min_size=1, max_size=60), st.integers(1, 3))
 def test_partials_add_up_to_the_profile_of_the_whole(drawn: list[dict[str, Any]], parts: int) -> None:
-    """Two days, so that the rules of a day and the day before cover the whole log."""
-    rows = []
+    """Two days without a silence of a day, so that the rules at midnight and for silences say of both the same."""
+    rows = [row(-1, 43_200), row(-2, 86_400 + 30_000)]
     for number, each in enumerate(drawn):
         share = each["cached_share"]
         given = {key: value for key, value in each.items() if key not in ("second", "cached_share")}
