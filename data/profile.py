@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from tideforge.data.files import whole
 from tideforge.data.logs import find_logs
+from tideforge.data.mapping import Format
 from tideforge.data.profile_records import (
     MOST_TENANTS,
     Arrivals,
@@ -47,12 +48,12 @@ RULE = (
 MINUTE_US = 60_000_000
 
 
-def profile_logs(patterns: Sequence[str], last_hours: float | None = None) -> Profile:
+def profile_logs(patterns: Sequence[str], last_hours: float | None = None, formats: Sequence[Format] = ()) -> Profile:
     """Profile of the logs that `patterns` name, or of the last hours before their newest arrival.
 
     Bad rows are left out and not reported: `tideforge ingest` does that.
     """
-    reading = read_logs(find_logs(patterns))
+    reading = read_logs(find_logs(patterns), formats)
     if last_hours is not None:
         keep_last(reading.db, last_hours)
     return make_profile(reading.db)
