@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from tideforge.data.days import Days, Limits
-from tideforge.data.files import canonical_json, write_whole
+from tideforge.data.files import canonical_json, sha256_bytes, write_whole
 from tideforge.data.merge import profile_days
 from tideforge.data.profile import NAMES, PROBABILITIES
 from tideforge.data.profile_records import Profile
-from tideforge.data.traffic_generator import Traffic, write_conversations
+from tideforge.data.traffic_generator import ROWS, Traffic, write_conversations
 from tideforge.data.values import quoted
 from tideforge.errors import UserError
 
@@ -343,7 +343,8 @@ def main(argv: list[str] | None = None) -> None:
 def begin(bench: Bench) -> None:
     """A folder that an interrupted bench of other numbers left is emptied; UserError where it is somebody else's."""
     mark = bench.folder / "bench.json"
-    asked = canonical_json({key: str(value) for key, value in dataclasses.asdict(bench).items()})
+    rows = {"rows": sha256_bytes(ROWS.encode())}  # logs of another generator do not count
+    asked = canonical_json({key: str(value) for key, value in dataclasses.asdict(bench).items()} | rows)
     if bench.folder.exists() and any(bench.folder.iterdir()):
         if not mark.exists():
             raise UserError(str(bench.folder), "is not empty and no bench made it", "name another with --folder")

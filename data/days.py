@@ -17,6 +17,7 @@ from importlib import resources
 from pathlib import Path
 
 import duckdb
+import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict
 
 from tideforge.data.files import canonical_json, sha256_bytes, sweep, whole, write_whole
@@ -190,9 +191,7 @@ class Days:
     def kept(self, day: str, columns: str) -> str:
         """SQL of those columns of a day's requests, duplicates left out. The day has parts."""
         twice = self.twice(day)
-        with connect() as db:
-            query = f"SELECT DISTINCT part FROM read_parquet({quoted(str(twice))})"
-            doubled = {row[0] for row in db.execute(query).fetchall()}
+        doubled = set(pq.read_table(twice, columns=["part"])["part"].to_pylist())
         each = []
         for number, key in enumerate(self.parts(day)):
             read = f"SELECT {columns} FROM read_parquet({quoted(str(self.part(day, key)))})"

@@ -1,9 +1,10 @@
 """The partial profile of one day: counts that add up over days, beside the day's rows under the hash of what they cover.
 
 Rules at midnight (UTC). A request belongs to the day of its arrival. A duplicate is what day_twice.sql says. A request
-still in flight at midnight counts in the concurrency of the next day as well, and no further. A block is repeated, and a
-conversation goes on, where an earlier request of the same day or the day before had it. So a partial depends on its day
-and the two before: a row that comes late makes at most three of them anew.
+still in flight at midnight counts in the concurrency of the next day as well, if that has requests, and no further: a
+window ends with its last day. A block is repeated, and a conversation goes on, where an earlier request of the same day or
+the day before had it. So a partial depends on its day and the two before: a row that comes late makes at most three of
+them anew.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import datetime
 from pathlib import Path
 
 import duckdb
+import pyarrow.parquet as pq
 
 from tideforge.data.files import whole
 from tideforge.data.logs import sample_path
@@ -34,7 +35,8 @@ drawn AS (
                 ELSE i END AS original
     FROM numbered
 )
-SELECT printf('%08x%08x', (hash(original, {seed}, 2) & 4294967295)::BIGINT, original) AS request_id,
+SELECT printf('%016x%08x', (hash(original, {seed}, 3) >> 1)::BIGINT, (hash(original, {seed}, 2) & 4294967295)::BIGINT)
+           || printf('%08x', original) AS request_id,
        make_timestamptz({midnight} + (86400e6 * (x - 0.1 * sin(2 * pi() * x)))::BIGINT) AS arrival,
        prompt_tokens, output_tokens,
        (16 * floor(prompt_tokens * v * (h // 10000 % 2) / 16))::BIGINT AS cached_tokens,
@@ -92,12 +94,13 @@ def make_trace(db: duckdb.DuckDBPyConnection) -> int:
 
 def write_conversations(db: duckdb.DuckDBPyConnection, rows: int, target: Path) -> None:
     """Copies of the Mooncake trace, an hour apart, each with blocks of its own: real sharing within a copy, none between."""
-    source = quoted(str(sample_path("mooncake_conversation")))
+    path = sample_path("mooncake_conversation")
+    copies, source = rows // pq.read_metadata(path).num_rows + 1, quoted(str(path))
     with whole(target) as temporary:
         db.execute(
             "COPY (SELECT copy || '-' || request_id AS request_id, arrival + to_hours(copy::INTEGER) AS arrival, "
             "prompt_tokens, output_tokens, "
             "list_transform(prefix_hashes, lambda b: b + copy::UBIGINT * 1000000) AS prefix_hashes "
-            f"FROM range({rows}) t(copy), read_parquet({source}) LIMIT {rows}) "
+            f"FROM range({copies}) t(copy), read_parquet({source}) t2 ORDER BY copy, t2.arrival, t2.request_id LIMIT {rows}) "
             f"TO {quoted(str(temporary))} (FORMAT parquet, COMPRESSION zstd)"
         )

@@ -107,6 +107,12 @@ class ProfileCommand(click.Command):
 @click.command(cls=ProfileCommand, epilog=LOGS_HELP)
 @click.argument("logs", nargs=-1)
 @click.option("--format", "formats", multiple=True, help="Mapping file or name of a format, instead of looking.")
+@click.option(
+    "--days",
+    "days_folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Keep there what was read, day by day: only new files are read then, and quantiles are within 1 %.",
+)
 @click.option("--last-hours", type=Finite(min=0, min_open=True), help="Hours before the newest arrival.")
 @endpoint_option
 @STATE
@@ -115,6 +121,7 @@ class ProfileCommand(click.Command):
 def profile(
     logs: tuple[str, ...],
     formats: tuple[str, ...],
+    days_folder: Path | None,
     last_hours: float | None,
     endpoint_file: Path | None,
     state: Path | None,
@@ -129,6 +136,7 @@ def profile(
     \b
     tideforge profile sample:azure_conv_2023
     tideforge profile logs/ --last-hours 1 --json
+    tideforge profile logs/ --days kept/
     tideforge profile show FILE|LOG [--html PAGE]
     tideforge profile diff BEFORE AFTER
     """
@@ -141,7 +149,11 @@ def profile(
         raise UserError("--last-hours", "does not go with --run", "leave one of them out")
     if chosen and formats:
         raise UserError("--format", "does not go with --endpoint", "name formats in the endpoint's traffic.formats")
-    if chosen:
+    if days_folder and (chosen or last_hours):
+        raise UserError("--days", "goes with LOGS alone", "leave --endpoint and --last-hours out")
+    if days_folder:
+        made = profile_by_day(days_folder, logs, formats)
+    elif chosen:
         node.profile(*chosen)
         made = node.read_profile(chosen[0])
     else:
@@ -150,6 +162,17 @@ def profile(
         click.echo(as_json_text(made))
     else:
         show(made)
+
+
+def profile_by_day(folder: Path, logs: tuple[str, ...], formats: tuple[str, ...]) -> Profile:
+    from tideforge.data.days import Days
+    from tideforge.data.logs import find_logs
+    from tideforge.data.mapping import chosen_formats
+    from tideforge.data.merge import profile_days
+
+    days = Days(folder)
+    days.take(find_logs(logs), chosen_formats(formats), lambda line: click.echo(line, err=True))
+    return profile_days(days)
 
 
 def as_json_text(made: Profile) -> str:

@@ -120,3 +120,11 @@ def test_what_cannot_be_shown_is_one_line(tmp_path: Path, file: Path, capsys: py
             main(["profile", *arguments])
         error = capsys.readouterr().err
         assert caught.value.code == 2 and error.count("\n") == 1 and error.startswith("tideforge: "), arguments
+
+
+def test_days_are_kept_and_only_new_files_read(tmp_path: Path, conversations: Profile) -> None:
+    arguments = ["profile", CONV, "--days", str(tmp_path / "days"), "--json"]
+    first, again = CliRunner().invoke(cli, arguments), CliRunner().invoke(cli, arguments)
+    assert "19366 good rows" in first.stderr and again.stderr == "" and again.stdout == first.stdout
+    found = Profile.from_json(json.dumps({k: v for k, v in json.loads(first.stdout).items() if k != "sha256"}))
+    assert (found.requests, found.joint, found.quantile_error) == (conversations.requests, conversations.joint, 0.01)
