@@ -106,8 +106,10 @@ def test_a_bench_of_other_numbers_begins_anew(tmp_path: Path) -> None:
 def test_the_whole_bench_small(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     ran = subprocess.run(
-        [sys.executable, "-m", "tideforge.data.bench_traffic", "--requests", "30000", "--pandas-requests", "2000"]
-        + ["--prefix-requests", "2000", "--folder", str(tmp_path / "b")],
+        [
+            *(sys.executable, "-m", "tideforge.data.bench_traffic", "--requests", "30000", "--pandas-requests", "2000"),
+            *("--prefix-requests", "2000", "--folder", str(tmp_path / "b")),
+        ],
         capture_output=True, text=True, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, check=True,
     )  # fmt: skip
     made = json.loads(ran.stdout.splitlines()[-1])
