@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tideforge.errors import UserError
+from tideforge.flows.commands.options import Finite
 
 if TYPE_CHECKING:
     from tideforge.data.profile_diff import Difference, Moved
@@ -71,7 +72,7 @@ def show(profile: str, html: Path | None, as_json: bool) -> None:
 @click.command(epilog=FILE_HELP)
 @click.argument("before")
 @click.argument("after")
-@click.option("--least", type=click.FloatRange(min=0), default=0.05, show_default=True, help="Smallest change to show.")
+@click.option("--least", type=Finite(min=0), default=0.05, show_default=True, help="Smallest change to show.")
 @json_option
 def diff(before: str, after: str, least: float, as_json: bool) -> None:
     """Say which figures of a profile moved, by how much, and how far apart the distributions are.
