@@ -44,7 +44,7 @@ class Bench:
     requests: int
     pandas_requests: int
     prefix_requests: int
-    memory: str
+    memory_mb: int
     threads: int
     seed: int
 
@@ -54,7 +54,7 @@ class Bench:
 
     @property
     def limits(self) -> Limits:
-        return Limits(self.memory, self.threads, self.folder / "spill")
+        return Limits(self.memory_mb, self.threads, self.folder / "spill")
 
     def log(self, number: int) -> Path:
         return self.folder / "log" / f"{self.traffic.day(number)}.parquet"
@@ -267,7 +267,7 @@ def summary(bench: Bench, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "quantile_error": max(found["exact"]["quantile_errors"][name] for name in FIGURES),
         "p99.9_error": max(found["exact"]["quantile_errors"][f"{name}_p99.9"] for name in FIGURES),
         "peak_rss_gb": {name: round(found[name]["peak_rss_gb"], 2) for name in PHASES},
-        "machine": {"cores": bench.threads, "memory_limit": bench.memory, "python": platform.python_version()},
+        "machine": {"cores": bench.threads, "memory_limit_mb": bench.memory_mb, "python": platform.python_version()},
         "load_at_end": os.getloadavg()[0], "phases": found,
     }  # fmt: skip
 
@@ -313,7 +313,9 @@ def parsed(argv: list[str] | None) -> tuple[Bench, str | None, bool]:
     parser.add_argument("--requests", type=int, default=1_000_000)
     parser.add_argument("--pandas-requests", type=int, default=1_000_000)
     parser.add_argument("--prefix-requests", type=int, default=1_000_000)
-    parser.add_argument("--memory", default="2GB", help="DuckDB's limit; the process needs about 1 GB besides")
+    parser.add_argument(
+        "--memory-mb", type=int, default=2000, help="DuckDB's limit; the process needs about 1 GB besides"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path(".bench-traffic"))

@@ -38,14 +38,18 @@ ONE_DAY = datetime.timedelta(days=1)
 class Limits:
     """What DuckDB may use; the rest goes to files in `spill`, or in the system's folder for temporary ones."""
 
-    memory: str | None = None  # as DuckDB writes it: "2GB"
+    memory_mb: int | None = None
     threads: int | None = None
     spill: Path | None = None
 
+    def one_of(self, number: int) -> Limits:
+        """For each of several connections that work side by side, a thread for each."""
+        return Limits(self.memory_mb and max(1, self.memory_mb // number), 1, self.spill)
+
     def connect(self) -> duckdb.DuckDBPyConnection:
         db = connect()
-        if self.memory:
-            db.execute(f"SET memory_limit = {quoted(self.memory)}")
+        if self.memory_mb:
+            db.execute(f"SET memory_limit = '{self.memory_mb}MB'")
         if self.threads:
             db.execute(f"SET threads = {self.threads}")
         if self.spill:
@@ -87,6 +91,12 @@ class Days:
     def __init__(self, folder: Path, limits: Limits | None = None) -> None:
         self.folder, self.limits = folder, limits or Limits()
         self.sources: tuple[Source, ...] = self._known()
+
+    def one_of(self, number: int) -> Days:
+        """The same folder and sources within a part of the limits."""
+        part = Days(self.folder, self.limits.one_of(number))
+        part.sources = self.sources
+        return part
 
     def _known(self) -> tuple[Source, ...]:
         paths = sorted((self.folder / "sources").glob("*.json"))

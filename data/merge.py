@@ -6,8 +6,10 @@ those of the clock, and for silence: calendar days without a request are left ou
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 import math
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tideforge.data import fine
-from tideforge.data.days import Days, between, midnight_us, next_day
+from tideforge.data.days import Days, between, midnight_us, next_day, previous_day
 from tideforge.data.partial import DAY_US, MINUTE_US, Totals, partial_of, read_totals
 from tideforge.data.profile import NAMES, PROBABILITIES, arrivals_text, day_of, in_flight_of, largest, ranked
 from tideforge.data.profile_records import Arrivals, Group, Lengths, Prefixes, Profile, Turns
@@ -58,7 +60,13 @@ def profile_days(days: Days, first: str | None = None, last: str | None = None) 
     """Profile of the days from `first` to `last` (dates, both included); partials that are missing are made."""
     known = days.days
     window = [day for day in known if (first is None or day >= first) and (last is None or day <= last)]
-    return merge([partial_of(days, day) for day in window])
+    workers = days.limits.threads or min(4, os.cpu_count() or 1)
+    part = days.one_of(workers)
+    # Duplicates first: a day's partial needs those of the day before as well, and two threads would both make them.
+    needed = sorted({day for at in window for day in (previous_day(at), at)} & set(known))
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        list(pool.map(part.twice, needed))
+        return merge(list(pool.map(lambda day: partial_of(part, day), window)))
 
 
 def merge(paths: Sequence[Path]) -> Profile:

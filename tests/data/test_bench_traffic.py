@@ -76,7 +76,7 @@ def test_true_quantiles_count_as_plainly_as_a_list() -> None:
 
 
 def bench(folder: Path, requests: int = 3000) -> bench_traffic.Bench:
-    return bench_traffic.Bench(folder, requests, 100, 100, "1GB", 1, 0)
+    return bench_traffic.Bench(folder, requests, 100, 100, 1000, 1, 0)
 
 
 def test_it_refuses_a_folder_that_is_not_its_own_and_a_disk_too_small(
