@@ -33,7 +33,11 @@ bench-engine-cpu: setup
 redteam: setup
 	@$(PY) -m tests.redteam.runner $(ARGS)
 
-.PHONY: bench-engine bench-engine-cpu bench-moe redteam setup demo demo-drift up down test test-all lint
+# Ingest and profile of generated logs, beside a bare scan and pandas. ARGS='--requests 100000000' is the whole (16 GB of disk).
+bench-traffic: setup
+	@$(PY) -m tideforge.data.bench_traffic $(ARGS)
+
+.PHONY: bench-traffic bench-engine bench-engine-cpu bench-moe redteam setup demo demo-drift up down test test-all lint
 
 setup:
 	@deployments/setup.sh

@@ -5,6 +5,7 @@ Every aggregate is a count, an exact integer sum or a value that occurred, so th
 
 from __future__ import annotations
 
+import datetime
 import math
 from collections.abc import Sequence
 from importlib import resources
@@ -12,14 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tideforge.data.files import whole
 from tideforge.data.logs import find_logs
+from tideforge.data.mapping import Format
 from tideforge.data.profile_records import (
+    MOST_TENANTS,
     Arrivals,
+    CachedCells,
+    Cells,
     Concurrency,
+    DayHour,
     Group,
     Lengths,
     Prefixes,
@@ -28,6 +35,7 @@ from tideforge.data.profile_records import (
     bin_edges,
 )
 from tideforge.data.readers import connect, read_logs
+from tideforge.data.sweep import Held, held_by_hour, over_the_day
 from tideforge.errors import UserError
 
 PROBABILITIES = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999)
@@ -40,12 +48,12 @@ RULE = (
 MINUTE_US = 60_000_000
 
 
-def profile_logs(patterns: Sequence[str], last_hours: float | None = None) -> Profile:
+def profile_logs(patterns: Sequence[str], last_hours: float | None = None, formats: Sequence[Format] = ()) -> Profile:
     """Profile of the logs that `patterns` name, or of the last hours before their newest arrival.
 
     Bad rows are left out and not reported: `tideforge ingest` does that.
     """
-    reading = read_logs(find_logs(patterns))
+    reading = read_logs(find_logs(patterns), formats)
     if last_hours is not None:
         keep_last(reading.db, last_hours)
     return make_profile(reading.db)
@@ -82,28 +90,36 @@ def make_profile(db: duckdb.DuckDBPyConnection) -> Profile:
     if not totals["requests"]:
         raise UserError("traffic log", "has no good rows", "see the reasons with `tideforge ingest`")
     span_s = (totals["last_us"] - totals["first_us"]) / 1e6
-    lengths = {row["kind"]: lengths_of(row, totals["requests"]) for row in ask(db, "lengths", probabilities())}
-    cells = joint_of(db)
-    first = db.execute("SELECT strftime(min(arrival), '%Y-%m-%dT%H:%M:%S.%fZ') FROM requests").fetchall()[0][0]
+    lengths = {row["kind"]: lengths_of(row) for row in ask(db, "lengths", probabilities())}
+    groups = groups_of(db, joint_of(db))
+    first = db.execute("SELECT min(epoch_us(arrival)) FROM requests").fetchall()[0][0]
     return Profile(
         requests=totals["requests"],
-        first_arrival=first,
+        first_arrival=arrivals_text(first),
         span_s=span_s,
         closed_days=closed_days,
         prompt=lengths["prompt"],
         output=lengths["output"],
         context=lengths["context"],
-        joint=tuple(cells["all", ""]),
+        joint=tuple(joint_of(db)["all", ""]),
         arrivals=arrivals_of(db, totals["requests"], span_s),
         concurrency=concurrency_of(db, totals["with_latency"]),
         timings={row["kind"]: dict(zip(NAMES, row["quantiles"], strict=True)) for row in timings(db)},
-        regions=groups_of(db, "region", cells),
-        models=groups_of(db, "model", cells),
-        hours=groups_of(db, "hour", cells),
+        regions=groups.get("region", {}),
+        models=groups.get("model", {}),
+        hours=groups.get("hour", {}),
         prefixes=prefixes_of(db),
         tenants=ask(db, "prefixes")[0]["tenants"],
         turns=turns_of(db),
+        cached=lengths.get("cached"),
+        joint_cached=cached_cells(db),
+        by_tenant=largest(groups.get("tenant", {})),
+        day=day_of(groups["hour"], *load_over_day(db)),
     )
+
+
+def arrivals_text(at_us: int) -> str:
+    return f"{datetime.datetime.fromtimestamp(at_us // 1_000_000, datetime.UTC):%Y-%m-%dT%H:%M:%S}.{at_us % 1_000_000:06d}Z"
 
 
 def close_silences(db: duckdb.DuckDBPyConnection) -> int:
@@ -132,9 +148,9 @@ def timings(db: duckdb.DuckDBPyConnection) -> list[dict[str, Any]]:
     return ask(db, "timings", probabilities())
 
 
-def lengths_of(row: dict[str, Any], requests: int) -> Lengths:
+def lengths_of(row: dict[str, Any]) -> Lengths:
     quantiles = dict(zip(NAMES, row["quantiles"], strict=True))
-    return Lengths(least=row["least"], most=row["most"], mean=row["total"] / requests, quantiles=quantiles)
+    return Lengths(least=row["least"], most=row["most"], mean=row["total"] / row["requests"], quantiles=quantiles)
 
 
 def joint_of(db: duckdb.DuckDBPyConnection) -> dict[tuple[str, str], list[tuple[int, int, int]]]:
@@ -145,13 +161,49 @@ def joint_of(db: duckdb.DuckDBPyConnection) -> dict[tuple[str, str], list[tuple[
     return cells
 
 
-def groups_of(db: duckdb.DuckDBPyConnection, kind: str, cells: dict[tuple[str, str], Any]) -> dict[str, Group]:
-    groups = {}
+def cached_cells(db: duckdb.DuckDBPyConnection) -> CachedCells:
+    rows = ask(db, "joint_cached")
+    return tuple((row["prompt_bin"], row["output_bin"], row["cached_bin"], row["requests"]) for row in rows)
+
+
+def groups_of(
+    db: duckdb.DuckDBPyConnection, cells: dict[tuple[str, str], list[tuple[int, int, int]]]
+) -> dict[str, dict[str, Group]]:
+    """Kind -> value -> figures."""
+    groups: dict[str, dict[str, Group]] = {}
     for row in ask(db, "groups"):
-        if row.pop("by_kind") == kind:
-            value = row.pop("by_value")
-            groups[value] = Group(**row, joint=tuple(cells.get((kind, value), ())))
+        kind, value = row.pop("by_kind"), row.pop("by_value")
+        joint: Cells = tuple(cells.get((kind, value), ()))
+        groups.setdefault(kind, {})[value] = Group(**row, joint=joint)
     return groups
+
+
+def largest(tenants: dict[str, Group]) -> dict[str, Group]:
+    kept = sorted(tenants, key=lambda name: (-tenants[name].requests, name))[:MOST_TENANTS]
+    return {name: tenants[name] for name in sorted(kept)}
+
+
+def load_over_day(db: duckdb.DuckDBPyConnection) -> tuple[Held, Held]:
+    """Time held at each number in flight, and of those decoding, by hour of the day."""
+    query = (resources.files("tideforge.data") / "sql" / "spans.sql").read_text()
+    spans = db.execute(query, rates()).fetchnumpy()
+    starts, ends, decoding = (np.asarray(spans[name], dtype=np.int64) for name in ("start_us", "end_us", "decode_us"))
+    first, last = int(starts.min()), int(ends.max())
+    return held_by_hour(starts, ends, first, last), held_by_hour(decoding, ends, first, last)
+
+
+def day_of(hours: dict[str, Group], in_flight: Held, decoding: Held) -> dict[str, DayHour]:
+    flight, batch = over_the_day(in_flight), over_the_day(decoding)
+    observed = {hour: sum(held for (at, _), held in in_flight.items() if at == hour) / 1e6 for hour in range(24)}
+    return {
+        f"{hour:02d}": DayHour(
+            requests=hours[f"{hour:02d}"].requests if f"{hour:02d}" in hours else 0,
+            observed_s=observed[hour],
+            in_flight_mean=flight[hour][0], in_flight_most=flight[hour][1],
+            decoding_mean=batch[hour][0], decoding_most=batch[hour][1],
+        )
+        for hour in sorted(flight)
+    }  # fmt: skip
 
 
 def arrivals_of(db: duckdb.DuckDBPyConnection, requests: int, span_s: float) -> Arrivals:
@@ -189,6 +241,11 @@ def concurrency_of(db: duckdb.DuckDBPyConnection, measured: int) -> Concurrency:
     held: dict[int, int] = {}
     for row in concurrency_rows(db):
         held[row["level"]] = held.get(row["level"], 0) + row["held_us"]
+    return in_flight_of(held, measured)
+
+
+def in_flight_of(held: dict[int, int], measured: int) -> Concurrency:
+    """`held`: number in flight -> microseconds; `measured`: requests whose latency the log has."""
     whole_us = sum(held.values())
 
     def level(probability: float) -> int:
@@ -215,7 +272,8 @@ def prefixes_of(db: duckdb.DuckDBPyConnection) -> Prefixes:
 
 
 def turns_of(db: duckdb.DuckDBPyConnection) -> Turns | None:
-    row = ask(db, "turns", {**rates(), **probabilities()})[0]
+    db.execute((resources.files("tideforge.data") / "sql" / "links.sql").read_text(), rates())
+    row = ask(db, "turns", probabilities())[0]
     if not row["later_turns"]:
         return None
     return Turns(

@@ -15,9 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tideforge.data.files import canonical_json, sha256_bytes
 from tideforge.errors import UserError
 
-VERSION = 1
+VERSION = 2  # 2 added ADDED; 1 can still be read, and keeps its hash
+READABLE = (1, 2)
+ADDED = ("cached", "joint_cached", "by_tenant", "day", "quantile_error")
 BINS_PER_OCTAVE = 4
+MOST_TENANTS = 64
+NOT_SAID, NO_TOKENS = -2, -1  # bins of the cached prefix besides those of lengths
 Cells = tuple[tuple[int, int, int], ...]
+CachedCells = tuple[tuple[int, int, int, int], ...]
 
 
 def bin_edges(index: int) -> tuple[int, int]:
@@ -44,7 +49,7 @@ class Group(Record):
     prompt_p90: int
     output_p50: int
     output_p90: int
-    joint: Cells = ()  # empty for hours
+    joint: Cells = ()  # empty for hours and tenants
 
 
 class Arrivals(Record):
@@ -64,6 +69,19 @@ class Concurrency(Record):
     most: int
     measured_requests: int = Field(description="requests whose latency the log has; the others follow `rule`")
     rule: str
+
+
+class DayHour(Record):
+    """An hour of the day (UTC), over all days of the log."""
+
+    requests: int
+    observed_s: float = Field(description="how much of that hour lies between the first arrival and the last end")
+    in_flight_mean: float
+    in_flight_most: int
+    decoding_mean: float = Field(
+        description="of those in flight, past their first token: occupancy of the decode batch"
+    )
+    decoding_most: int
 
 
 class Prefixes(Record):
@@ -101,9 +119,21 @@ class Profile(Record):
     prefixes: Prefixes
     tenants: int
     turns: Turns | None = None  # None: the log shows no conversations
+    cached: Lengths | None = Field(default=None, description="cached prefix, of the requests whose log says it")
+    joint_cached: CachedCells = Field(
+        default=(), description="(prompt bin, output bin, cached bin, requests); cached bin -1: no token, -2: not said"
+    )
+    by_tenant: dict[str, Group] = Field(
+        default={}, description=f"by 12 hex digits of the name's SHA-256; the {MOST_TENANTS} with most requests"
+    )
+    day: dict[str, DayHour] = Field(default={}, description="load over the day, by hour (UTC)")
+    quantile_error: float = Field(default=0.0, description="relative, at most; 0: every quantile occurred as it is")
 
     def to_json(self) -> bytes:
-        return canonical_json(self.model_dump(mode="json", exclude=None if self.turns else {"turns"}))
+        without = {"turns"} if self.turns is None else set()
+        if self.version == 1:
+            without |= set(ADDED)
+        return canonical_json(self.model_dump(mode="json", exclude=without))
 
     @property
     def sha256(self) -> str:
@@ -118,8 +148,9 @@ class Profile(Record):
             version = value["version"]
         except (ValueError, KeyError, TypeError):
             raise UserError(name, "is not a profile", "make it with `tideforge profile`") from None
-        if version != VERSION:
-            raise UserError(name, f"is a profile of version {version}", f"make it again: this reads version {VERSION}")
+        if version not in READABLE:
+            known = " and ".join(map(str, READABLE))
+            raise UserError(name, f"is a profile of version {version}", f"make it again: this reads versions {known}")
         try:
             return cls.model_validate(value)
         except ValidationError as error:

@@ -83,13 +83,18 @@ def read_logs(locations: Sequence[Location], formats: Sequence[Format] = ()) -> 
     if not locations:
         raise UserError("traffic log", "has no rows", "give a log with requests in it")
     db = connect()
-    declared = ", ".join(f"{name} {sql_type(name)}" for name in KEPT)
-    db.execute(f"CREATE TABLE raw (file_no INTEGER, row BIGINT, reason VARCHAR, {declared})")
+    make_raw(db)
     with room():
         files = account(db, [load(db, number, location, formats) for number, location in enumerate(locations)])
         if not sum(file.rows for file in files):
             raise UserError(str(locations[0]), "has no rows", "give a log with requests in it")
         return Reading(db, classify(db, files))
+
+
+def make_raw(db: duckdb.DuckDBPyConnection) -> None:
+    """The empty table that `load` appends to."""
+    declared = ", ".join(f"{name} {sql_type(name)}" for name in KEPT)
+    db.execute(f"CREATE TABLE raw (file_no INTEGER, row BIGINT, reason VARCHAR, {declared})")
 
 
 @contextlib.contextmanager

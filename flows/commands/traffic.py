@@ -1,10 +1,10 @@
-"""`tideforge ingest` and `tideforge profile`."""
+"""`tideforge ingest` and `tideforge profile` (show and diff: profiles.py)."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -90,8 +90,29 @@ def ingest(
     click.echo(report.model_dump_json() if as_json else "\n".join(report.lines()))
 
 
-@click.command(epilog=LOGS_HELP)
+class ProfileCommand(click.Command):
+    """`profile LOGS`, or one of its own commands where that is the first word (a log of that name: ./show)."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        from tideforge.flows.commands import profiles
+
+        below = {"show": profiles.show, "diff": profiles.diff}
+        if args and args[0] in below:
+            return below[args[0]].make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+@click.command(cls=ProfileCommand, epilog=LOGS_HELP)
 @click.argument("logs", nargs=-1)
+@click.option("--format", "formats", multiple=True, help="Mapping file or name of a format, instead of looking.")
+@click.option(
+    "--days",
+    "days_folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Keep there what was read, day by day: only new files are read then, and quantiles are within 1 %.",
+)
 @click.option("--last-hours", type=Finite(min=0, min_open=True), help="Hours before the newest arrival.")
 @endpoint_option
 @STATE
@@ -99,6 +120,8 @@ def ingest(
 @json_option
 def profile(
     logs: tuple[str, ...],
+    formats: tuple[str, ...],
+    days_folder: Path | None,
     last_hours: float | None,
     endpoint_file: Path | None,
     state: Path | None,
@@ -113,22 +136,47 @@ def profile(
     \b
     tideforge profile sample:azure_conv_2023
     tideforge profile logs/ --last-hours 1 --json
+    tideforge profile logs/ --days kept/
+    tideforge profile show FILE|LOG [--html PAGE]
+    tideforge profile diff BEFORE AFTER
     """
+    from tideforge.data.mapping import chosen_formats
     from tideforge.data.profile import profile_logs
     from tideforge.tasks import profile as node
 
     chosen = node_run(endpoint_file, state, run_id, logs)
     if chosen and last_hours:
         raise UserError("--last-hours", "does not go with --run", "leave one of them out")
-    if chosen:
+    if chosen and formats:
+        raise UserError("--format", "does not go with --endpoint", "name formats in the endpoint's traffic.formats")
+    if days_folder and (chosen or last_hours):
+        raise UserError("--days", "goes with LOGS alone", "leave --endpoint and --last-hours out")
+    if days_folder:
+        made = profile_by_day(days_folder, logs, formats)
+    elif chosen:
         node.profile(*chosen)
         made = node.read_profile(chosen[0])
     else:
-        made = profile_logs(logs, last_hours)
+        made = profile_logs(logs, last_hours, chosen_formats(formats))
     if as_json:
-        click.echo(json.dumps({"sha256": made.sha256, **made.model_dump(mode="json")}, sort_keys=True))
+        click.echo(as_json_text(made))
     else:
         show(made)
+
+
+def profile_by_day(folder: Path, logs: tuple[str, ...], formats: tuple[str, ...]) -> Profile:
+    from tideforge.data.days import Days
+    from tideforge.data.logs import find_logs
+    from tideforge.data.mapping import chosen_formats
+    from tideforge.data.merge import profile_days
+
+    days = Days(folder)
+    days.take(find_logs(logs), chosen_formats(formats), lambda line: click.echo(line, err=True))
+    return profile_days(days)
+
+
+def as_json_text(made: Profile) -> str:
+    return json.dumps({"sha256": made.sha256, **json.loads(made.to_json())}, sort_keys=True)
 
 
 def show(made: Profile) -> None:
@@ -139,7 +187,12 @@ def show(made: Profile) -> None:
     console.print(lengths_table(made))
     console.print("prompt tokens\n" + histogram(made.joint, 0), markup=False)
     console.print("output tokens\n" + histogram(made.joint, 1), markup=False)
-    for title, groups in (("region", made.regions), ("model", made.models), ("hour (UTC)", made.hours)):
+    for title, groups in (
+        ("region", made.regions),
+        ("model", made.models),
+        ("tenant", made.by_tenant),
+        ("hour (UTC)", made.hours),
+    ):
         if groups:
             console.print(groups_table(title, groups))
     console.print(load_text(made), markup=False)
@@ -150,7 +203,10 @@ def lengths_table(made: Profile) -> object:
 
     names = ("p50", "p90", "p99", "p99.9")
     table = Table("tokens", "least", "mean", *names, "most")
-    for kind, lengths in (("prompt", made.prompt), ("output", made.output), ("context", made.context)):
+    kinds = {"prompt": made.prompt, "output": made.output, "context": made.context, "cached": made.cached}
+    for kind, lengths in kinds.items():
+        if lengths is None:
+            continue
         quantiles = [str(lengths.quantiles[name]) for name in names]
         table.add_row(kind, str(lengths.least), f"{lengths.mean:.1f}", *quantiles, str(lengths.most))
     return table

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
+import itertools
 import json
 import math
 import shutil
@@ -8,15 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tideforge.data.distribution import outputs, prompts, rank_correlation
+from tideforge.data.files import canonical_json
 from tideforge.data.profile import HISTOGRAMS_SCHEMA, make_profile, profile_logs, write_histograms
-from tideforge.data.profile_records import Profile, bin_edges
+from tideforge.data.profile_records import ADDED, Profile, bin_edges
 from tideforge.data.readers import connect, read_logs
 from tideforge.data.schema import LOG_SCHEMA
+from tideforge.data.sweep import HOUR_US, held_by_hour
 from tideforge.errors import UserError
 
 START = datetime.datetime(2026, 1, 1, 23, 59, tzinfo=datetime.UTC)
@@ -248,3 +255,49 @@ def test_conversations_are_known_by_their_prefixes(tmp_path: Path) -> None:
 def test_without_conversations_a_profile_keeps_its_bytes(azure: Profile) -> None:
     assert azure.turns is None and b"turns" not in azure.to_json()
     assert Profile.from_json(azure.to_json()) == azure
+
+
+def test_joint_with_the_cached_prefix_by_tenant_and_over_the_day(tmp_path: Path) -> None:
+    rows = [
+        at(0, prompt_tokens=100, output_tokens=8, cached_tokens=64, tenant="acme", latency_ms=20_000.0, ttft_ms=5000.0),
+        at(10, prompt_tokens=100, output_tokens=8, cached_tokens=0, tenant="acme", latency_ms=70_000.0, ttft_ms=5000.0),
+        at(50, prompt_tokens=7, output_tokens=2),
+    ]
+    made = profile_logs([str(log(tmp_path / "a.parquet", rows))])
+    prompt_bin = math.floor(4 * math.log2(100))
+    assert set(made.joint_cached) == {(prompt_bin, 12, 24, 1), (prompt_bin, 12, -1, 1), (11, 4, -2, 1)}
+    assert made.cached is not None and (made.cached.least, made.cached.most, made.cached.mean) == (0, 64, 32.0)
+    name = hashlib.sha256(b"acme").hexdigest()[:12]
+    assert list(made.by_tenant) == [name] and made.by_tenant[name].requests == 2
+    late, early = made.day["23"], made.day["00"]  # the log begins a minute before midnight
+    assert (late.requests, late.observed_s, early.requests, early.observed_s) == (3, 60.0, 0, 20.0)
+    short = 7 * 0.00025 + 2 * 0.03
+    assert late.in_flight_mean == pytest.approx((20 + 50 + short) / 60) and late.in_flight_most == 2
+    assert late.decoding_mean == pytest.approx((15 + 45 + 2 * 0.03) / 60)
+    assert (early.in_flight_mean, early.in_flight_most) == (1.0, 1)
+
+
+def test_a_profile_of_version_1_is_read_and_keeps_its_hash(azure: Profile) -> None:
+    value = json.loads(azure.to_json()) | {"version": 1}
+    for new in ADDED:
+        del value[new]
+    raw = canonical_json(value)
+    assert Profile.from_json(raw).to_json() == raw
+
+
+spans = st.lists(st.tuples(st.integers(0, 10**10), st.integers(0, 10**10)), max_size=40)
+
+
+@given(spans)
+def test_the_sweep_agrees_with_counting_at_every_moment(pairs: list[tuple[int, int]]) -> None:
+    """Against the plain count of open spans between every two neighbouring moments."""
+    first, last = 10**9, 9 * 10**9
+    starts = np.array([start for start, _ in pairs], dtype=np.int64)
+    ends = np.array([start + length for start, length in pairs], dtype=np.int64)
+    moments = {first, last, *(hour * HOUR_US for hour in range(1, 3)), *starts.tolist(), *ends.tolist()}
+    inside = sorted(moment for moment in moments if first <= moment <= last)
+    expected: dict[tuple[int, int], int] = {}
+    for low, high in itertools.pairwise(inside):
+        level = sum(start <= low and end >= high for start, end in zip(starts.tolist(), ends.tolist(), strict=True))
+        expected[low // HOUR_US, level] = expected.get((low // HOUR_US, level), 0) + high - low
+    assert held_by_hour(starts, ends, first, last) == expected
