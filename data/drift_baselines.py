@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tideforge.data.hourly import OUTPUT_BINS, OUTPUT_LOW, PROMPT_BINS, PROMPT_LOW, Hourly
-from tideforge.data.watches import DAY, rolling, shapes_of
+from tideforge.data.watches import DAY, cells_of, rolling, shapes_of
 
 Floats = NDArray[np.float64]
 BASELINES = ("psi", "mean")
@@ -29,9 +29,9 @@ def mean(history: Hourly, traffic: Hourly) -> Floats:
     changes = []
     for axis, low, bins in ((3, PROMPT_LOW, PROMPT_BINS), (2, OUTPUT_LOW, OUTPUT_BINS)):
         middles = 2.0 ** (low + np.arange(bins) + 0.5)
-        old = history.joint.sum(axis=axis).sum(axis=0).astype(float)
-        new = rolling(traffic.joint.sum(axis=axis).astype(float), DAY)
-        before = old @ middles / np.maximum(old.sum(axis=1), 1.0)
-        after = new @ middles / np.maximum(new.sum(axis=2), 1.0)
+        tokens = np.repeat(middles, OUTPUT_BINS) if axis == 3 else np.tile(middles, PROMPT_BINS)
+        old, new = (np.stack([cells @ tokens, cells.sum(axis=2)]) for cells in (cells_of(history), cells_of(traffic)))
+        before = old[0].sum(axis=0) / np.maximum(old[1].sum(axis=0), 1.0)
+        after = rolling(new[0], DAY) / np.maximum(rolling(new[1], DAY), 1.0)
         changes.append(np.abs(after / np.maximum(before, 1.0) - 1))
     return np.asarray(np.concatenate(changes, axis=1).max(axis=1))

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import duckdb
 import numpy as np
 from numpy.typing import NDArray
 
-from tideforge.data.readers import connect
 from tideforge.errors import UserError
 
 PROMPT_LOW, PROMPT_BINS = 4, 16  # octaves: 16 tokens and less to 2^19 and more
 OUTPUT_LOW, OUTPUT_BINS = 2, 11  # 4 tokens and less to 2^12 and more
 CACHED_BINS = 5  # fifths of the prompt that the prefix cache gave
 ALL = "all"
+HOUR_US = 3_600_000_000
 Counts = NDArray[np.int64]
 
 
@@ -58,7 +57,7 @@ class Hourly:
     @property
     def requests(self) -> Counts:
         """[hours, scopes]"""
-        return np.asarray(self.joint.sum(axis=(2, 3)))
+        return np.asarray(self.joint.reshape(*self.joint.shape[:2], -1).sum(axis=2))
 
     def part(self, begin: int, end: int) -> Hourly:
         """Hours `begin` to `end` - 1, counted from the first."""
@@ -66,13 +65,15 @@ class Hourly:
         return Hourly(self.first_hour + begin, self.scopes, self.joint[begin:end], self.cached[begin:end], named)
 
 
-def hourly_of(db: duckdb.DuckDBPyConnection) -> Hourly:
-    """Of the table `requests`, from the hour of its first arrival to that of its last. UserError when it has no rows."""
+def hourly_of(db: duckdb.DuckDBPyConnection, begin: int = 0, end: int = 2**30) -> Hourly:
+    """Of the table `requests`, from the hour of its first arrival to that of its last, of the hours `begin` to `end` - 1
+    since the epoch. UserError when there are no rows in them."""
+    times = {"begin_us": begin * HOUR_US, "end_us": end * HOUR_US}
     edges = {
         "prompt_low": PROMPT_LOW, "prompt_high": PROMPT_LOW + PROMPT_BINS - 1,
         "output_low": OUTPUT_LOW, "output_high": OUTPUT_LOW + OUTPUT_BINS - 1,
     }  # fmt: skip
-    cells, names = columns(db, "hourly_cells", edges), columns(db, "hourly_names")
+    cells, names = columns(db, "hourly_cells", {**edges, **times}), columns(db, "hourly_names", times)
     if not len(cells["hour"]):
         raise UserError("traffic log", "has no good rows", "see the reasons with `tideforge ingest`")
     first, hours = int(cells["hour"].min()), int(np.ptp(cells["hour"])) + 1
@@ -104,15 +105,8 @@ def named_of(rows: dict[str, NDArray[Any]], first: int, hours: int) -> list[Name
     return found
 
 
-def columns(db: duckdb.DuckDBPyConnection, name: str, values: dict[str, Any] | None = None) -> dict[str, NDArray[Any]]:
+def columns(db: duckdb.DuckDBPyConnection, name: str, values: dict[str, Any]) -> dict[str, NDArray[Any]]:
     """Columns of data/sql/<name>.sql."""
     query = (resources.files("tideforge.data") / "sql" / f"{name}.sql").read_text()
-    result = db.execute(query, values) if values else db.execute(query)
+    result = db.execute(query, values)
     return {column: np.asarray(found) for column, found in result.fetchnumpy().items()}
-
-
-def hourly_parquet(path: Path) -> Hourly:
-    """Of a file that ingest wrote."""
-    with connect() as db:
-        db.execute("CREATE VIEW requests AS SELECT * FROM read_parquet('" + str(path).replace("'", "''") + "')")
-        return hourly_of(db)

@@ -5,6 +5,7 @@ the week gave in history, over a window. A watch's score is that excess in units
 week is compared with the other weeks only; so neither curves of day and week nor noise that lasts for hours count as drift.
 
 burst   6 hours, level 24 hours: mean log2 of prompt and output, mean cached share; each scope
+spread  24 hours: how far both lengths lie from their usual middle, and how they go together; each scope
 trend   the slope of the level over 7 days, each scope
 shape   24 hours: Hellinger distance of the joint histogram of prompt and output, each scope
 share   24 hours: shares of regions, tenants and models that history knows
@@ -31,7 +32,7 @@ HISTORY = 4 * WEEK
 LEAD = WEEK + DAY  # hours before a judged one that its windows reach back to
 KNOWN = 0.01  # least share in history of a name that `share` watches
 LEAST_REQUESTS = 20.0  # of a window; below it nothing is said
-FAMILIES = ("burst", "level", "trend", "shape", "share", "arrived")
+FAMILIES = ("burst", "level", "trend", "spread", "shape", "share", "arrived")
 THRESHOLDS = Path(__file__).with_name("drift_thresholds.json")
 Floats = NDArray[np.float64]
 
@@ -54,15 +55,34 @@ class Scores:
     excess: Floats
 
 
-def sums_of(traffic: Hourly) -> Sums:
-    """Mean lengths and cached share of each scope."""
-    requests = traffic.requests.astype(float)
+def moments(traffic: Hourly) -> Floats:
+    """[hours, scopes, 6] sums of 1, x, y, x^2, y^2, xy over the requests: x, y the octaves of prompt and output."""
+    x = np.repeat(np.arange(PROMPT_BINS) + 0.5, OUTPUT_BINS)
+    y = np.tile(np.arange(OUTPUT_BINS) + 0.5, PROMPT_BINS)
+    return cells_of(traffic) @ np.stack([np.ones_like(x), x, y, x * x, y * y, x * y], axis=1)
+
+
+def cells_of(traffic: Hourly) -> Floats:
+    return traffic.joint.reshape(*traffic.joint.shape[:2], -1).astype(float)
+
+
+def sums_of(traffic: Hourly, found: Floats) -> Sums:
+    """Mean lengths and cached share of each scope; `found` is moments(traffic)."""
     told = traffic.cached.sum(axis=2).astype(float)
-    prompt = traffic.joint.sum(axis=3) @ (np.arange(PROMPT_BINS) + 0.5)
-    output = traffic.joint.sum(axis=2) @ (np.arange(OUTPUT_BINS) + 0.5)
     cached = traffic.cached @ ((np.arange(CACHED_BINS) + 0.5) / CACHED_BINS)
     names = tuple(f"{scope}: {what}" for what in ("prompt", "output", "cached share") for scope in traffic.scopes)
-    return Sums(names, np.hstack([prompt, output, cached]), np.hstack([requests, requests, told]))
+    return Sums(names, np.hstack([found[..., 1], found[..., 2], cached]), np.hstack([found[..., 0]] * 2 + [told]))
+
+
+def spreads_of(traffic: Hourly, found: Floats, centres: Floats) -> Sums:
+    """Squares and product of both lengths about `centres` [2, scopes], of each scope."""
+    n, x, y, xx, yy, xy = np.moveaxis(found, 2, 0)
+    a, b = centres
+    tops = [xx - 2 * a * x + a * a * n, yy - 2 * b * y + b * b * n, xy - b * x - a * y + a * b * n]
+    whats = ("prompt spread", "output spread", "prompt with output")
+    return Sums(
+        tuple(f"{scope}: {what}" for what in whats for scope in traffic.scopes), np.hstack(tops), np.hstack([n] * 3)
+    )
 
 
 def shares_of(traffic: Hourly, known: Sequence[str]) -> Sums:
@@ -82,10 +102,11 @@ def shares_of(traffic: Hourly, known: Sequence[str]) -> Sums:
 
 def shapes_of(traffic: Hourly) -> Floats:
     """[hours, scopes, cells] counts in cells of two octaves by two."""
-    joint = np.pad(traffic.joint, ((0, 0), (0, 0), (0, PROMPT_BINS % 2), (0, OUTPUT_BINS % 2)))
-    hours, scopes, prompts, outputs = joint.shape
-    merged = joint.reshape(hours, scopes, prompts // 2, 2, outputs // 2, 2).sum(axis=(3, 5))
-    return merged.reshape(hours, scopes, -1).astype(float)
+    wide = (OUTPUT_BINS + 1) // 2
+    cell = (np.arange(PROMPT_BINS) // 2)[:, None] * wide + np.arange(OUTPUT_BINS) // 2
+    merged = np.zeros((PROMPT_BINS * OUTPUT_BINS, (PROMPT_BINS + 1) // 2 * wide))
+    merged[np.arange(len(merged)), cell.ravel()] = 1
+    return cells_of(traffic) @ merged
 
 
 def rolling(values: Floats, hours: int) -> Floats:
@@ -168,7 +189,9 @@ class Reference:
 
     known: tuple[str, ...]
     scopes: tuple[str, ...]
+    centres: Floats  # [2, scopes] mean octave of prompt and output: what spreads are taken about
     lengths: Usual
+    spreads: Usual
     shares: Usual
     shapes: Usual
     noise: dict[str, Floats]  # family -> [features]
@@ -180,13 +203,19 @@ class Reference:
         if history.hours < 2 * WEEK or history.hours % WEEK:
             raise ValueError(f"history of {history.hours} hours is not two whole weeks or more")
         turn = history.first_hour % WEEK
-        known = known_names(history)
+        known, found = known_names(history), moments(history)
+        centres = (found[..., 1:3].sum(axis=0) / np.maximum(found[..., :1].sum(axis=0), 1.0)).T
         noise: dict[str, Floats] = {}
-        usuals = []
-        for family, sums in (("level", sums_of(history)), ("share", shares_of(history, known))):
+        usuals: dict[str, Usual] = {}
+        every = {
+            "level": sums_of(history, found),
+            "spread": spreads_of(history, found, centres),
+            "share": shares_of(history, known),
+        }
+        for family, sums in every.items():
             tops, requests = aligned(sums.tops, turn), aligned(sums.requests, turn)
             others = other_weeks(tops, requests)
-            usuals.append(Usual.of(tops, requests))
+            usuals[family] = Usual.of(tops, requests)
             level = excess(tops, requests, others, DAY)
             noise[family] = spread(level, DAY)
             if family == "level":
@@ -196,15 +225,22 @@ class Reference:
         whole = np.broadcast_to(count[..., None], cells.shape)
         apart = hellinger(cells, count, other_weeks(cells, whole), DAY)[DAY:]
         noise["shape"] = np.maximum(apart.std(axis=0), 1e-6)
-        return cls(known, history.scopes, usuals[0], usuals[1], Usual.of(cells, whole), noise, apart.mean(axis=0))
+        shape = Usual.of(cells, whole)
+        return cls(
+            known, history.scopes, centres, usuals["level"], usuals["spread"], usuals["share"], shape, noise,
+            apart.mean(axis=0),
+        )  # fmt: skip
 
     def scores(self, traffic: Hourly) -> dict[str, Scores]:
         """Of every hour; the first LEAD hours are the lead-in of windows and mean little. Scopes as in history."""
         week_hours = (traffic.first_hour + np.arange(traffic.hours)) % WEEK
-        sums, shares = sums_of(traffic), shares_of(traffic, self.known)
+        moment = moments(traffic)
+        sums, shares = sums_of(traffic, moment), shares_of(traffic, self.known)
+        wide = spreads_of(traffic, moment, self.centres)
         usual = self.lengths.at(week_hours)
         burst, level = (excess(sums.tops, sums.requests, usual, hours) for hours in (BURST, DAY))
         share = excess(shares.tops, shares.requests, self.shares.at(week_hours), DAY)
+        apart = excess(wide.tops, wide.requests, self.spreads.at(week_hours), DAY)
         shape = hellinger(shapes_of(traffic), traffic.requests.astype(float), self.shapes.at(week_hours), DAY)
         found = {
             family: Scores(sums.names, np.abs(values) / self.noise[family], values)
@@ -213,6 +249,7 @@ class Reference:
         found["shape"] = Scores(
             tuple(f"{scope}: joint" for scope in self.scopes), (shape - self.shape_mean) / self.noise["shape"], shape
         )
+        found["spread"] = Scores(wide.names, np.abs(apart) / self.noise["spread"], apart)
         found["share"] = Scores(self.known, np.abs(share) / self.noise["share"], share)
         found["arrived"] = arrived(traffic, self.known)
         return found

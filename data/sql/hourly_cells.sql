@@ -6,5 +6,6 @@ SELECT (epoch_us(arrival) // 3600000000)::BIGINT AS hour,
        CASE WHEN cached_tokens IS NULL THEN -1 ELSE least(5 * cached_tokens // prompt_tokens, 4) END::INTEGER AS cached_bin,
        count(*)                                  AS requests
 FROM requests
+WHERE epoch_us(arrival) >= $begin_us AND epoch_us(arrival) < $end_us
 GROUP BY ALL
 ORDER BY ALL

@@ -5,6 +5,6 @@ FROM (
     UNION ALL SELECT arrival, 'tenant', tenant FROM requests
     UNION ALL SELECT arrival, 'model', model FROM requests
 )
-WHERE name IS NOT NULL
+WHERE name IS NOT NULL AND epoch_us(arrival) >= $begin_us AND epoch_us(arrival) < $end_us
 GROUP BY ALL
 ORDER BY ALL

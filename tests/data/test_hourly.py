@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tideforge.data.hourly import hourly_of, hourly_parquet
+from tideforge.data.hourly import hourly_of
+from tideforge.data.profile import open_requests
 from tideforge.data.readers import connect
 from tideforge.data.schema import REQUESTS_SCHEMA
 from tideforge.errors import UserError
@@ -31,7 +32,7 @@ def test_hours_bins_and_names_of_a_parquet_file(tmp_path: Path) -> None:
     ]
     path = tmp_path / "it's.parquet"
     pq.write_table(pa.Table.from_pylist(rows, schema=REQUESTS_SCHEMA), path)
-    found = hourly_parquet(path)
+    found = hourly_of(open_requests(path))
     assert (found.hours, found.scopes) == (4, ("all", "region eu", "region us"))
     assert found.first_hour == int(START.timestamp()) // 3600
     assert found.requests.tolist() == [[2, 1, 1], [0, 0, 0], [0, 0, 0], [2, 1, 0]]
@@ -43,6 +44,8 @@ def test_hours_bins_and_names_of_a_parquet_file(tmp_path: Path) -> None:
         ("region", ("eu", "us")), ("tenant", ("a", "b")), ("model", ("m",)),
     ]  # fmt: skip
     assert found.named[1].counts.tolist() == [[1, 1], [0, 0], [0, 0], [2, 0]]
+    first = found.first_hour
+    assert hourly_of(open_requests(path), first + 3, first + 9).requests.tolist() == [[2, 1]]
     assert found.part(3, 4).requests.tolist() == [[2, 1, 0]]
 
 
