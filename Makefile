@@ -37,7 +37,11 @@ redteam: setup
 bench-traffic: setup
 	@$(PY) -m tideforge.data.bench_traffic $(ARGS)
 
-.PHONY: bench-traffic bench-engine bench-engine-cpu bench-moe redteam setup demo demo-drift up down test test-all lint
+# How soon drift is noticed and how often it is seen where there is none, on made traffic. ARGS=--freeze writes the thresholds anew.
+bench-drift: setup
+	@$(PY) -m tideforge.data.bench_drift $(ARGS)
+
+.PHONY: bench-drift bench-traffic bench-engine bench-engine-cpu bench-moe redteam setup demo demo-drift up down test test-all lint
 
 setup:
 	@deployments/setup.sh

@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "verify": ("verify", "verify", "run the gates of verification on one forward, alone"),
     "recompile": ("recompile", "recompile", "run the whole night for an endpoint"),
     "watch": ("recompile", "watch", "look for drift once and start a recompile if it is worth one"),
+    "drift": ("recompile", "drift", "show what the looks for drift decided, and why"),
     "report": ("report", "report", "recompute every figure of a run from its archive"),
     "approve": ("release", "approve", "approve a waiting run: sign its release and resume the flow"),
     "reject": ("release", "reject", "reject a waiting run"),

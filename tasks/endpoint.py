@@ -120,6 +120,8 @@ class Drift(Strict):
     min_requests: int = Field(default=200, ge=1)
     window_hours: float = Field(default=1.0, gt=0)
     cooldown_hours: float = Field(default=12.0, ge=0)
+    expected_gain: float = Field(default=0.1, ge=0, description="relative gain of a night, until one has been measured")
+    horizon_hours: float = Field(default=168.0, gt=0, description="hours of serving that a night's gain is counted for")
 
 
 def needed_sandbox(agents: Iterable[AgentSpec]) -> Literal["require", "prefer", "off"]:

@@ -1,7 +1,8 @@
-"""`tideforge recompile` and `tideforge watch`."""
+"""`tideforge recompile`, `tideforge watch` and `tideforge drift`."""
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 from pathlib import Path
@@ -164,3 +165,38 @@ def watch(endpoint_file: Path, state: Path | None, local: bool) -> None:
     flow_run = follow.start(api, follow.HOURLY, {"endpoint": str(endpoint_file.resolve()), **elsewhere(state)})
     ended = follow.follow(api, flow_run, endpoint, lambda line: click.echo(line, err=True), timeout_s=600)
     click.echo(f"watch {ended['name'].lower()}; decisions: {endpoint.state / 'drift'}")
+
+
+@click.command()
+@FILE
+@STATE
+@click.option("--json", "as_json", is_flag=True, help="print each decision as one JSON object on a line of its own")
+def drift(endpoint_file: Path, state: Path | None, as_json: bool) -> None:
+    """Show every decision of the looks for drift, `no` too, oldest first: what was seen, what a night would bring and cost.
+
+    \b
+    tideforge drift --endpoint my.yaml
+    tideforge drift --endpoint my.yaml --json | tail -1
+    """
+    from tideforge.tasks.watching import decisions
+
+    endpoint = load(endpoint_file, state)
+    found = decisions(endpoint.state)
+    for decision in found:
+        click.echo(json.dumps(decision, sort_keys=True) if as_json else decision_line(decision))
+    if not found and not as_json:
+        click.echo(f"no look yet in {endpoint.state / 'drift'}: run `tideforge watch`", err=True)
+
+
+def decision_line(decision: dict[str, Any]) -> str:
+    """Records of before the watches lack stakes and refusal."""
+    when = datetime.datetime.fromtimestamp(decision["time"], datetime.UTC)
+    answer = "recompile" if decision["recompile"] else f"no: {decision.get('refused', 'no drift or cooling down')}"
+    stakes = decision.get("stakes")
+    weighed = (
+        f" [gain {stakes['gain']:.1%} ({stakes['source']}): {stakes['worth_hours']:.2f} device hours saved in "
+        f"{stakes['horizon_hours']:g} h, a night takes {stakes['cost_hours']:.2f}]"
+        if stakes
+        else ""
+    )
+    return f"{when:%Y-%m-%d %H:%M}  {answer}{weighed}\n    {decision['reason']}"

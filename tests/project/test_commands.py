@@ -49,6 +49,7 @@ def test_commands_about_one_thing_take_the_same_options() -> None:
         "profile",
         "node",
         "verify",
+        "drift",
         "report",
         "approver",
         "releases",

@@ -22,13 +22,13 @@ from tideforge.flows.cli import main
 from tideforge.flows.follow import describe
 from tideforge.tasks import evidence
 from tideforge.tasks.approve import refusals
-from tideforge.tasks.drift import last_recompile
 from tideforge.tasks.endpoint import Endpoint
 from tideforge.tasks.incumbent import incumbent_folder
 from tideforge.tasks.search.session import sessions
 from tideforge.tasks.stack import Stack
 from tideforge.tasks.store import Run
 from tideforge.tasks.track import sync
+from tideforge.tasks.watching import decisions
 
 DAMAGE = ["", '{"time": ', "[]", "{}", "7", "null", "\x00\x01", "[" * 100_000]
 TRIAL = "engine/n1/trials/000000-a/result.json"
@@ -56,7 +56,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "runs/n1/incumbent.json": lambda state: incumbent_folder(night(state), endpoint_of(state)),
     "runs/n1/refused.json": lambda state: refusals(night(state)),
     "runs/n1/spool/track.json": lambda state: sync(endpoint_of(state)),
-    "drift/20260101.json": lambda state: last_recompile(endpoint_of(state)),
+    "drift/20260101.json": decisions,
     "stack.json": Stack.read,
 }
 
