@@ -9,9 +9,11 @@ has no JSON is not there, and is written over the next time.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import datetime
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
@@ -41,6 +43,11 @@ class Limits:
     memory_mb: int | None = None
     threads: int | None = None
     spill: Path | None = None
+
+    @property
+    def workers(self) -> int:
+        """Files or days worked on side by side."""
+        return self.threads or min(4, os.cpu_count() or 1)
 
     def one_of(self, number: int) -> Limits:
         """For each of several connections that work side by side, a thread for each."""
@@ -111,15 +118,15 @@ class Days:
             sweep(each, "**/.*.tmp")
         hashes = tuple(each.sha256 for each in formats)
         before = {(each.location, each.stamp, each.formats): each for each in self.sources}
-        kept: dict[str, Source] = {}
-        new: list[Source] = []
-        for location in locations:
-            known = before.get((str(location), stamp_of(location), hashes))
-            if known is None:
-                known = self._read(location, formats)
-                new.append(known)
-                say(f"read {location}: {known.good} good rows")
-            kept[known.key] = known
+        found = {location: before.get((str(location), stamp_of(location), hashes)) for location in locations}
+        unread = [location for location, known in found.items() if known is None]
+        part = self.one_of(self.limits.workers)
+        with concurrent.futures.ThreadPoolExecutor(self.limits.workers) as pool:
+            new = []
+            for source in pool.map(lambda location: part._read(location, formats), unread):
+                say(f"read {source.location}: {source.good} good rows")
+                new.append(source)
+        kept = {source.key: source for source in (*filter(None, found.values()), *new)}
         self._forget({each.key for each in self.sources} - kept.keys())
         self.sources = tuple(kept[key] for key in sorted(kept))
         return tuple(new)

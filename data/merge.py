@@ -9,7 +9,6 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import math
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,11 +59,10 @@ def profile_days(days: Days, first: str | None = None, last: str | None = None) 
     """Profile of the days from `first` to `last` (dates, both included); partials that are missing are made."""
     known = days.days
     window = [day for day in known if (first is None or day >= first) and (last is None or day <= last)]
-    workers = days.limits.threads or min(4, os.cpu_count() or 1)
-    part = days.one_of(workers)
+    part = days.one_of(days.limits.workers)
     # Duplicates first: a day's partial needs those of the day before as well, and two threads would both make them.
     needed = sorted({day for at in window for day in (previous_day(at), at)} & set(known))
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+    with concurrent.futures.ThreadPoolExecutor(days.limits.workers) as pool:
         list(pool.map(part.twice, needed))
         return merge(list(pool.map(lambda day: partial_of(part, day), window)))
 
