@@ -205,6 +205,12 @@ class Days:
             replace_older(target, "twice-*.parquet")
         return target
 
+    def settle(self, days: Sequence[str]) -> None:
+        """Makes `twice` of several days, side by side. Before partials are: two of them need the same one."""
+        part = self.one_of(self.limits.workers)
+        with concurrent.futures.ThreadPoolExecutor(self.limits.workers) as pool:
+            list(pool.map(part.twice, days))
+
     def kept(self, day: str, columns: str) -> str:
         """SQL of those columns of a day's requests, duplicates left out. The day has parts."""
         twice = self.twice(day)

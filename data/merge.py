@@ -60,10 +60,8 @@ def profile_days(days: Days, first: str | None = None, last: str | None = None) 
     known = days.days
     window = [day for day in known if (first is None or day >= first) and (last is None or day <= last)]
     part = days.one_of(days.limits.workers)
-    # Duplicates first: a day's partial needs those of the day before as well, and two threads would both make them.
-    needed = sorted({day for at in window for day in (previous_day(at), at)} & set(known))
+    days.settle(sorted({day for at in window for day in (previous_day(at), at)} & set(known)))
     with concurrent.futures.ThreadPoolExecutor(days.limits.workers) as pool:
-        list(pool.map(part.twice, needed))
         return merge(list(pool.map(lambda day: partial_of(part, day), window)))
 
 
