@@ -176,3 +176,15 @@ def test_a_night_must_pay_and_must_not_follow_too_soon() -> None:
     assert refusal(True, good, 3.0, 12).startswith("cooling down: the last was 3.0 h ago")
     assert refusal(True, poor, None, 12).startswith("not worth it: a gain of 0.1%")
     assert Stakes(-0.5, "measured", 168, 0.0).worth_hours == 0
+
+
+@pytest.mark.slow
+def test_the_quick_table_ends_in_one_json_object(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["bench_drift", "--quick", "--jobs", "1"])
+    bench_drift.main()
+    lines = capsys.readouterr().out.splitlines()
+    rows = json.loads(lines[-1])["rows"]
+    assert len(rows) == len(lines) - 2 == len(CASES) * (len(WORLDS) + 1)
+    assert {row["runs"] for row in rows} == {1, 4} and {row["rate"] for row in rows} == {200}
