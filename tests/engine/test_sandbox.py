@@ -235,7 +235,7 @@ def test_temporary_places_are_small(told) -> None:
 
 
 @pytest.fixture
-def below_tmp(tiny, end_keeper) -> Iterator[Lab]:
+def below_tmp(tiny) -> Iterator[Lab]:
     """A lab of which all that a worker needs lies below /tmp, a file right in it."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder, tempfile.NamedTemporaryFile(dir="/tmp") as file:
         model = Path(folder) / "model"
@@ -244,11 +244,15 @@ def below_tmp(tiny, end_keeper) -> Iterator[Lab]:
         (model / "config.json").unlink()
         (model / "config.json").symlink_to(file.name)
         lab = Lab(Settings(state=Path(folder) / "state", model=model, num_blocks=64))
-        end_keeper(lab.settings.state)
-        if not lab.sandbox.on:
-            pytest.skip(f"no sandbox can be had here: {lab.sandbox.why}")
-        yield lab
-        lab.close()
+        try:
+            if not lab.sandbox.on:
+                pytest.skip(f"no sandbox can be had here: {lab.sandbox.why}")
+            yield lab
+        finally:
+            lab.close()
+            status = keeper_status(lab.settings.state)  # while its state folder is there
+            assert status is not None
+            os.kill(status["pid"], signal.SIGTERM)
 
 
 def test_a_worker_has_a_tmp_of_its_own_also_where_what_it_needs_lies_there(below_tmp) -> None:
