@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tideforge.costmodel.coefficients import FITTED, Coefficients, stored
-from tideforge.costmodel.evaluate import Row, read_rows
+from tideforge.costmodel.evaluate import Row, read_rows, score, show
 from tideforge.costmodel.passes import Exchange, Part, Work, seconds
 from tideforge.costmodel.predict import passes_of
 from tideforge.data.files import sha256_file, whole
@@ -140,7 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         rows = read_rows(args.file)
-        found = Measured(rows, Coefficients()).fitted()
+        data = Measured(rows, Coefficients())
+        found = data.fitted()
     except UserError as error:
         print(f"tideforge: {error}", file=sys.stderr)
         return 2
@@ -153,6 +154,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = args.out or Path(__file__).resolve().parents[1] / "data" / "coefficients.json"
     with whole(out) as temporary:
         temporary.write_text(json.dumps(file, indent=1, sort_keys=True) + "\n")
+    for label, co in (("as known before", coefficients(coordinates(PRIOR))), ("fitted, nothing left out", found)):
+        show(label, score([row.point(float(value)) for row, value in zip(rows, data.predicted(co), strict=True)]))
     print(f"written: {out}")
     return 0
 

@@ -85,9 +85,8 @@ def rank(
     from tideforge.costmodel.question import question
 
     if bool(endpoint_file) == bool(launch_text):
-        raise UserError(
-            "rank", "needs either an endpoint or a launch command", "give --endpoint FILE or --launch '...'"
-        )
+        remedy = "give --endpoint FILE or --launch '...'"
+        raise UserError("rank", "needs either an endpoint or a launch command", remedy)
     if endpoint_file:
         asked = _of_endpoint(endpoint_file, logs, users)
     else:
@@ -105,12 +104,12 @@ def rank(
     if as_json:
         more = {"explained": dataclasses.asdict(why)} if why else {}
         click.echo(json.dumps({**ranking.to_dict(answer), **more}))
-    else:
-        _show(answer, top)
-        for line in lines(why) if why else ():
-            click.echo(line)
-        if unread:
-            click.echo(f"not understood in the launch command, and kept as they are: {', '.join(unread)}")
+        return
+    _show(answer, top)
+    for line in lines(why) if why else ():
+        click.echo(line)
+    if unread:
+        click.echo(f"not understood in the launch command, and kept as they are: {', '.join(unread)}")
 
 
 def _given(prompt_tokens: float, output_tokens: float, users: float) -> Traffic:
